@@ -1,0 +1,1 @@
+"""Muon for parameters that no single rank holds."""
