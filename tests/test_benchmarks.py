@@ -1,0 +1,189 @@
+"""The counting tools of the benchmark, against cases whose bytes, FLOPs and allocations are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from benchmarks.counting import PeakMemory, count_flops, count_traffic
+from pool import Pool
+
+W = 4
+BF16 = torch.bfloat16
+ROWS = ((0, 3, 1, 2), (4, 1, 0, 0), (0, 0, 0, 5), (2, 2, 2, 2))  # ROWS[i][j]: rows that rank i sends to rank j
+
+
+def _counted(call: Callable[[], object]) -> tuple[int, int, dict[str, int]]:
+    with count_traffic() as traffic:
+        call()
+    return traffic.bytes_sent, traffic.collectives, traffic.calls_by_name
+
+
+def _uneven_all_to_all(asynchronous: bool) -> tuple[int, int, dict[str, int], bool]:
+    rank = dist.get_rank()
+    sent, received = ROWS[rank], [row[rank] for row in ROWS]
+    source = torch.full((sum(sent), 7), float(rank), dtype=BF16)
+    target = torch.empty(sum(received), 7, dtype=BF16)
+
+    def call() -> None:
+        work = dist.all_to_all_single(target, source, list(received), list(sent), async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+
+    counts = _counted(call)
+    expected = torch.arange(4.0, dtype=BF16).repeat_interleave(torch.tensor(received))
+    return *counts, torch.equal(target[:, 0], expected)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_uneven_all_to_all_sends_every_chunk_but_the_ranks_own(pool: Pool, asynchronous: bool) -> None:
+    for rank, outcome in enumerate(pool.run(W, _uneven_all_to_all, asynchronous)):
+        rows = sum(ROWS[rank]) - ROWS[rank][rank]
+        assert outcome == (rows * 7 * 2, 1, {"alltoall_base": 1}, True)
+
+
+def _each_collective() -> dict[str, int]:
+    rank = dist.get_rank()
+    x, wide = torch.zeros(12), torch.zeros(W * 12)
+    many = [torch.zeros(12) for _ in range(W)]
+    root = rank == 1
+    calls: dict[str, Callable[[], object]] = {
+        "even all_to_all_single": lambda: dist.all_to_all_single(torch.zeros(12), x),
+        "all_to_all": lambda: dist.all_to_all(many, [torch.zeros(12) for _ in range(W)]),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(wide, x),
+        "all_gather_into_tensor, async": lambda: dist.all_gather_into_tensor(wide, x, async_op=True).wait(),
+        "all_gather": lambda: dist.all_gather(many, x),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(torch.zeros(12), wide),
+        "all_reduce": lambda: dist.all_reduce(x),
+        "broadcast": lambda: dist.broadcast(x, 1),
+        "reduce": lambda: dist.reduce(x, 1),
+        "gather": lambda: dist.gather(x, many if root else None, dst=1),
+        "scatter": lambda: dist.scatter(x, many if root else None, src=1),
+        "barrier": lambda: dist.barrier(),
+    }
+    sent = {}
+    for name, call in calls.items():
+        sent[name], collectives, _ = _counted(call)
+        assert collectives == 1, name
+    return sent
+
+
+def test_each_collective_sends_what_its_bandwidth_optimal_algorithm_sends(pool: Pool) -> None:
+    block = 12 * 4
+    by_rank = pool.run(W, _each_collective)
+    assert {name: [sent[name] for sent in by_rank] for name in by_rank[0]} == {
+        "even all_to_all_single": [block * 3 // 4] * W,
+        "all_to_all": [block * 3] * W,
+        "all_gather_into_tensor": [block * 3] * W,
+        "all_gather_into_tensor, async": [block * 3] * W,
+        "all_gather": [block * 3] * W,
+        "reduce_scatter_tensor": [block * 3] * W,
+        "all_reduce": [block * 3 // 2] * W,
+        "broadcast": [0, block, block, block],
+        "reduce": [block, 0, block, block],
+        "gather": [block, 0, block, block],
+        "scatter": [0, block * 3, 0, 0],
+        "barrier": [0] * W,
+    }
+
+
+def _send_to_the_next() -> tuple[int, int, dict[str, int]]:
+    rank = dist.get_rank()
+    x, y = torch.zeros(12), torch.zeros(12)
+
+    def call() -> None:
+        pair = [dist.P2POp(dist.isend, x, (rank + 1) % W), dist.P2POp(dist.irecv, y, (rank - 1) % W)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+
+    return _counted(call)
+
+
+def test_sends_are_counted_as_bytes_but_not_as_collectives(pool: Pool) -> None:
+    assert pool.run(W, _send_to_the_next) == [(12 * 4, 0, {"send": 1, "recv": 1})] * W
+
+
+def _gather_a_dtensor() -> tuple[tuple[int, int, dict[str, int]], tuple[int, int, dict[str, int]]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    x = distribute_tensor(torch.zeros(8, 6, dtype=BF16), mesh, [Replicate(), Shard(0)])
+    y = distribute_tensor(torch.zeros(8, 6, dtype=BF16), mesh, [Shard(0), Shard(1)])
+    return _counted(x.full_tensor), _counted(y.full_tensor)
+
+
+def test_collectives_that_a_dtensor_issues_are_counted_in_their_own_group(pool: Pool) -> None:
+    for one_axis, two_axes in pool.run(W, _gather_a_dtensor):
+        assert one_axis == (4 * 6 * 2, 1, {"all_gather_into_tensor": 1})
+        assert two_axes == ((4 * 3 + 8 * 3) * 2, 2, {"all_gather_into_tensor": 2})
+
+
+def _multiply_dtensors() -> int:
+    mesh = init_device_mesh("cpu", (W,))
+    a = distribute_tensor(torch.zeros(8, 6), mesh, [Shard(0)])
+    b = distribute_tensor(torch.zeros(6, 10), mesh, [Replicate()])
+    with count_flops() as flops, count_traffic() as traffic:
+        a @ b
+    assert traffic.calls == []
+    return flops.total
+
+
+def test_flops_of_a_dtensor_product_are_those_of_the_local_product(pool: Pool) -> None:
+    assert pool.run(W, _multiply_dtensors) == [2 * (8 // W) * 6 * 10] * W
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_flops_count_two_for_each_multiply_add_of_every_kind_of_product(mode: Callable[[], object]) -> None:
+    a, b, c = torch.zeros(5, 6), torch.zeros(6, 7), torch.zeros(5, 7)
+    with mode(), count_flops() as flops:  # type: ignore[attr-defined]
+        a @ b
+        torch.addmm(c, a, b, beta=2)
+        torch.bmm(a[None].expand(3, 5, 6), b[None].expand(3, 6, 7))
+        torch.baddbmm(c, a[None].expand(3, 5, 6), b[None].expand(3, 6, 7))
+        a + a
+    assert flops.total == 2 * 5 * 6 * 7 * (1 + 1 + 3 + 3)
+
+
+def test_traffic_inside_flops_and_flops_inside_traffic_count_the_same() -> None:
+    a = torch.zeros(4, 4)
+    with count_traffic() as outer_traffic, count_flops() as inner_flops:
+        a @ a
+    with count_flops() as outer_flops, count_traffic() as inner_traffic:
+        a @ a
+    assert inner_flops.total == outer_flops.total == 2 * 4**3
+    assert outer_traffic.calls == inner_traffic.calls == []
+
+
+def test_peak_memory_is_the_most_alive_at_once_and_leaves_out_what_was_there() -> None:
+    old = torch.zeros(1 << 20)
+    with PeakMemory() as memory:
+        a = torch.zeros(1 << 16)  # 256 KiB
+        del a
+        b = torch.zeros(1 << 15)  # 128 KiB, kept
+        del old  # from before: its bytes are not ours to subtract
+        c = b.to(torch.bfloat16).float().double()  # 64 and 128 KiB on the way to 256 KiB
+        del c
+    assert memory.peak_bytes == (128 + 128 + 256) * 1024
+    assert memory.held_bytes == 128 * 1024
+
+
+def test_peak_memory_sees_what_operators_allocate_for_themselves() -> None:
+    x = torch.zeros(1 << 16, dtype=torch.float64)
+    with PeakMemory() as memory:
+        torch.var(x.view(256, 256).mT.flatten())  # flatten of a transposed view must copy
+    assert memory.peak_bytes >= x.numel() * 8
+    assert memory.held_bytes == 0
+
+
+def test_peak_memory_is_measured_afresh_each_time() -> None:
+    kept = []
+    peaks = []
+    for _ in range(3):
+        with PeakMemory() as memory:
+            kept.append(torch.zeros(1 << 14))
+        peaks.append((memory.peak_bytes, memory.held_bytes))
+        kept.clear()
+    assert peaks == [(1 << 16, 1 << 16)] * 3
