@@ -59,8 +59,8 @@ def _told(options: Mapping[str, Any]) -> list[str]:
     if "splits" in options:
         told.append(f"{('rows', 'columns')[options.get('split_dim', 0)]} {' + '.join(map(str, options['splits']))}")
     if "num_heads" in options:
-        count = options["num_heads"]
-        told.append(f"heads {count if isinstance(count, int) else ' + '.join(map(str, count))}")
+        count, kind = options["num_heads"], "groups" if options.get("flatten") else "heads"
+        told.append(f"{kind} {count if isinstance(count, int) else ' + '.join(map(str, count))}")
     if options.get("transposed"):
         told.append("stored (in, out)")
     return told

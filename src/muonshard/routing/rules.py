@@ -7,6 +7,7 @@ hidden matrices to Muon; the input and output layers, gains and biases to AdamW.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -84,7 +85,7 @@ def _complex(parameter: Tensor, place: Place, facts: ModelFacts) -> Verdict | No
 
 
 def _bias(parameter: Tensor, place: Place, facts: ModelFacts) -> Verdict | None:
-    return Verdict("adamw", "bias") if "bias" in words(place.attribute) else None
+    return Verdict("adamw", "bias") if {"bias", "biases"} & set(words(place.attribute)) else None
 
 
 def _norm(parameter: Tensor, place: Place, facts: ModelFacts) -> Verdict | None:
@@ -146,6 +147,8 @@ def _convolution(parameter: Tensor, place: Place, facts: ModelFacts) -> Verdict 
         return None
     if parameter.shape[1] == 1 and (isinstance(place.module, nn.Conv1d) or place.module.groups != 1):
         return Verdict("adamw", "depthwise convolution: one vector per channel")
+    if 1 in (parameter.shape[0], math.prod(parameter.shape[1:])):
+        return Verdict("adamw", "one row or one column: a vector in the shape of a matrix")
     if any("patch" in words(part) for part in place.path):
         return Verdict("adamw", "patch embedding: the input layer")
     if not facts.convolutions:
@@ -200,7 +203,8 @@ def _other(parameter: Tensor, place: Place, facts: ModelFacts) -> Verdict:
         return Verdict("adamw", "3 dimensions, the first of size 1: not a stack")
     if place.in_attention and parameter.shape[0] > max(parameter.shape[1:]):
         return Verdict("adamw", "3 dimensions, the first the largest: (in, heads, size), not a stack")
-    return Verdict("muon", f"stack of {parameter.shape[0]} {'experts' if place.in_expert else 'matrices'}")
+    of_experts = place.in_expert or parameter.shape[0] in expert_counts(place)
+    return Verdict("muon", f"stack of {parameter.shape[0]} {'experts' if of_experts else 'matrices'}")
 
 
 RULES: tuple[Rule, ...] = (

@@ -118,8 +118,15 @@ def _label(place: Place) -> str:
 
 def _read(holders: Iterable[object], names: Iterable[str]) -> int | None:
     """The first positive integer attribute of these names."""
-    values = (getattr(holder, name, None) for holder in holders for name in names)
+    values = (_attribute(holder, name) for holder in holders for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _attribute(holder: object, name: str) -> object:
+    try:
+        return getattr(holder, name, None)
+    except RuntimeError:  # configurations of transformers refuse what differs from layer to layer
+        return None
 
 
 def _count(size: int, head_size: int | None, heads: int | None) -> int:
