@@ -137,6 +137,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = torch.cuda.memory_allocated(self.device)
         else:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler announces itself on stderr, each time
             activities = [torch.profiler.ProfilerActivity.CPU]
             self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
             self._profile.__enter__()
