@@ -1,0 +1,186 @@
+"""What a parameter says of its mesh: the grid of ranks, the cuts of its dims, and the process groups along them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonshard import _torch
+from muonshard.layout import Cut, Layout, Placement, make_layout
+from muonshard.owners import Seat
+from muonshard.plan import Grid
+
+
+@runtime_checkable
+class Distributed(Protocol):
+    """A DTensor, or what another library has in its place."""
+
+    device_mesh: Any
+    placements: Any
+
+    def to_local(self) -> Tensor:
+        """The shard of this rank."""
+
+
+@dataclass(frozen=True)
+class Residence:
+    """Where a parameter lives: its grid, its layout on it, and the groups its ranks can talk through.
+
+    Attributes:
+        grid: [replica][shard] ranks.
+        layout: how the tensor is cut over the shards.
+        placements: the same for people to read.
+        groups: process groups that together reach every rank of the grid, one for each mesh axis; none for a tensor
+            that only this process knows of.
+    """
+
+    grid: Grid
+    layout: Layout
+    placements: str
+    groups: tuple[dist.ProcessGroup, ...]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A process group along one side of a grid; `order[k]` is the place in the grid of the group's rank k."""
+
+    group: dist.ProcessGroup
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Links:
+    """A domain's links: along the shards of this rank's replica, and across replicas; None where this rank is alone."""
+
+    shard: Link | None
+    replica: Link | None
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a distributed tensor, sharing its memory; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, Distributed) else tensor
+
+
+def local_gradient(grad: Tensor, name: str) -> Tensor:
+    """This rank's shard of a gradient.
+
+    Raises:
+        ValueError: a gradient that is sparse, or a sum that is still to be made.
+    """
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"{name} has a gradient of layout {grad.layout}: make it dense (sparse=False in the embedding)"
+        )
+    if isinstance(grad, Distributed) and any(placement.is_partial() for placement in grad.placements):
+        raise ValueError(
+            f"{name} has a gradient with placements {tuple(grad.placements)}, sums that are still to be made: "
+            "reduce it first, with grad.redistribute to the parameter's placements"
+        )
+    return local_part(grad)
+
+
+def find_residence(tensor: Tensor, group: dist.ProcessGroup | None) -> Residence | None:
+    """Where `tensor` lives; plain tensors are replicated over `group`. None if this rank is not on its mesh.
+
+    Raises:
+        ValueError: a placement that no shard can be computed from, or a shard of another shape than its placement says.
+    """
+    if not isinstance(tensor, Distributed):
+        layout = make_layout(tuple(tensor.shape), (), ())
+        if group is None:
+            return Residence(Grid(((this_rank(),),)), layout, "whole", ())
+        ranks = dist.get_process_group_ranks(group)
+        return Residence(Grid(tuple((rank,) for rank in ranks)), layout, "replicated", (group,))
+    mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:
+        return None
+    placements = tuple(read_placement(placement, tensor.ndim) for placement in tensor.placements)
+    ranks = mesh.mesh.cpu().numpy()
+    residence = Residence(
+        grid=make_grid(ranks, placements),
+        layout=make_layout(tuple(tensor.shape), ranks.shape, placements),
+        placements=f"{tuple(tensor.placements)}",
+        groups=tuple(mesh.get_group(axis) for axis in range(mesh.ndim)),
+    )
+    _check_shard(tensor, residence)
+    return residence
+
+
+def this_rank() -> int:
+    """This process's global rank; 0 where there is one process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def read_placement(placement: Any, ndim: int) -> Placement:
+    """A DTensor placement as a cut, or None where it replicates.
+
+    Raises:
+        ValueError: a partial sum, or a placement of a kind not known here.
+    """
+    if placement.is_replicate():
+        return None
+    if placement.is_partial():
+        raise ValueError(
+            f"has placement {placement}, sums that are still to be made: "
+            "redistribute it to Shard or Replicate placements first"
+        )
+    if not hasattr(placement, "dim"):
+        raise ValueError(f"has placement {placement}, which is neither Shard nor Replicate: redistribute it first")
+    return Cut(placement.dim % ndim, _torch.split_factor(placement))
+
+
+def make_grid(ranks: np.ndarray[Any, Any], placements: Sequence[Placement]) -> Grid:
+    """The ranks of a mesh as [replica][shard], both in row-major order of the mesh axes."""
+    replicating = [axis for axis, cut in enumerate(placements) if cut is None]
+    cutting = [axis for axis, cut in enumerate(placements) if cut is not None]
+    shards = int(np.prod([ranks.shape[axis] for axis in cutting], dtype=np.int64))
+    table = ranks.transpose(replicating + cutting).reshape(-1, shards)
+    return Grid(tuple(tuple(row) for row in table.tolist()))
+
+
+def make_links(grid: Grid, seat: Seat, groups: Sequence[dist.ProcessGroup]) -> Links:
+    """The groups along this rank's row and column of `grid`: those of `groups` that fit, else new ones."""
+    row = grid.ranks[seat.replica]
+    column = tuple(by_shard[seat.shard] for by_shard in grid.ranks)
+    return Links(_make_link(row, groups), _make_link(column, groups))
+
+
+def _make_link(ranks: tuple[int, ...], groups: Sequence[dist.ProcessGroup]) -> Link | None:
+    if len(ranks) == 1:
+        return None
+    known = [*groups, dist.group.WORLD]
+    group = next((g for g in known if set(dist.get_process_group_ranks(g)) == set(ranks)), None) or _join(ranks, groups)
+    places = {rank: place for place, rank in enumerate(ranks)}
+    return Link(group, tuple(places[rank] for rank in dist.get_process_group_ranks(group)))
+
+
+_JOINED: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def _join(ranks: tuple[int, ...], groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """A group of `ranks`, which several mesh axes span together. Made once for each world, by its members alone."""
+    world = dist.group.WORLD
+    assert world is not None
+    joined = _JOINED.setdefault(world, {})
+    key = tuple(sorted(ranks))
+    if key not in joined:
+        timeout = _torch.group_timeout(groups[0])
+        joined[key] = dist.new_group(list(key), timeout=timeout, use_local_synchronization=True)
+    return joined[key]
+
+
+def _check_shard(tensor: Tensor, residence: Residence) -> None:
+    seat = residence.grid.seats[dist.get_rank()]
+    expected, found = residence.layout.local_shape(seat.shard), tuple(local_part(tensor).shape)
+    if found != expected:
+        raise ValueError(
+            f"holds a shard of shape {found}, but placements and global shape {tuple(tensor.shape)} give {expected}: "
+            "make it with distribute_tensor, or give DTensor.from_local the global shape"
+        )

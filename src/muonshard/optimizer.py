@@ -1,0 +1,295 @@
+"""Muon on sharded parameters, as a torch.optim.Optimizer.
+
+    gradient shard -> momentum, on the shard -> pieces to the owners -> whole matrices, orthogonalised
+      -> pieces back -> across replicas -> weight decay and update, on the shard
+
+One process with plain tensors goes the same way; nothing travels there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from muonshard.exchange import Lag, Shipment, lag_of, make_shipments
+from muonshard.meshes import local_gradient, local_part, make_links, this_rank
+from muonshard.orthogonalize import JORDAN, Orthogonalizer, flops, resolve
+from muonshard.owners import CostModel
+from muonshard.plan import Domain, Plan, make_plan
+from muonshard.shards import Load, Route, Shard, lr_ratio
+from muonshard.survey import Kind, kind_of, rule_of, take_survey
+
+AdjustLr = Literal["original", "match_rms_adamw"]
+
+UNSPLIT = {"num_heads": None, "splits": None, "split_dim": 0, "flatten": False, "transposed": False}
+"""A parameter is one matrix, or a stack of them."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for parameters of any sharding, and AdamW for the rest, in one optimizer.
+
+    A drop-in for `torch.optim.Muon`: the first nine arguments mean the same, and one process gets the same weights.
+    Under FSDP2, HSDP, tensor or expert parallel (DTensors), or DDP (plain tensors and a `process_group`), every weight
+    matrix is orthogonalised once, whole, on one rank, and the weights come out the same again.
+
+    A parameter group may carry `algorithm="adamw"`, with `lr`, `betas`, `eps` and `weight_decay`: torch's AdamW then
+    does the step. A Muon group may say how its parameters are read as matrices: `num_heads`, `splits`, `split_dim`,
+    `flatten`, `transposed` (see `muonshard.MatrixRule`); a 3-D parameter is a stack of matrices.
+    `muonshard.param_groups(model)` makes such groups.
+
+    All ranks that share parameters must construct it at the same time, and step together: both communicate.
+
+    Args:
+        params: parameters, named parameters or groups of either, as for any torch optimizer.
+        lr: learning rate.
+        weight_decay: decoupled weight decay, multiplied by `lr`.
+        momentum: decay of the momentum, a running mean of gradients.
+        nesterov: whether to look one step of momentum ahead.
+        ns_coefficients: (a, b, c) of the Newton-Schulz polynomial a x + b x^3 + c x^5.
+        eps: smallest norm that a matrix is divided by.
+        ns_steps: Newton-Schulz iterations.
+        adjust_lr_fn: how `lr` follows the matrix's shape, see `lr_ratio`: None or "original", or "match_rms_adamw".
+        orthogonalize: "newton_schulz", "polar_express", or any callable that maps a stack of matrices (batch, m, n) to
+            one of the same shape.
+        exchange_dtype: dtype in which momentum and updates travel; one process rounds to it too, so that every mesh
+            gives the same bits.
+        bucket_bytes: how much of a shard, and of an owner's matrices, one exchange carries at most (a larger matrix has
+            an exchange of its own). Decides the memory a step needs, see `optimizer.arena_bytes`.
+        process_group: the ranks that hold plain tensors in common, under DistributedDataParallel.
+        nonfinite: what happens to a matrix whose momentum has become infinite or NaN: "propagate" it, as torch does, or
+            "skip" the matrix, which leaves its weights and momentum as they were on all ranks (see
+            `optimizer.skipped`).
+
+    Raises:
+        ValueError: an option is out of range, a parameter cannot be orthogonalised, or ranks disagree; the message
+            names the parameter, and it is raised on every rank that shares parameters with the one at fault.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = JORDAN,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: AdjustLr | None = None,
+        *,
+        orthogonalize: str | Callable[[Tensor], Tensor] = "newton_schulz",
+        exchange_dtype: torch.dtype = torch.bfloat16,
+        bucket_bytes: int = 64 << 20,
+        process_group: dist.ProcessGroup | None = None,
+        nonfinite: Literal["propagate", "skip"] = "propagate",
+    ) -> None:
+        if not exchange_dtype.is_floating_point:
+            raise ValueError(f"exchange_dtype must be a floating point dtype, got {exchange_dtype}")
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+        if nonfinite not in ("propagate", "skip"):
+            raise ValueError(f"nonfinite must be 'propagate' or 'skip', got {nonfinite!r}")
+        self._orthogonalize = orthogonalize
+        self._exchange_dtype = exchange_dtype
+        self._bucket_bytes = bucket_bytes
+        self._process_group = process_group
+        self._nonfinite = nonfinite
+        self._adamw = torch.optim.AdamW([torch.zeros(1)])
+        self._orthogonalizers: dict[Kind, Orthogonalizer] = {}
+        self._signature: object = None
+        self._routes: list[tuple[list[Route], Lag]] = []
+        self.skipped: Counter[str] = Counter()
+        """How many matrices of each parameter were skipped so far: those that this rank holds a piece of."""
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            **UNSPLIT,
+        }
+        super().__init__(params, {"algorithm": "muon", **defaults})
+        self._make_plan()
+
+    @property
+    def plan(self) -> Plan:
+        """Who owns what, what travels and what it costs; `print` it. Made anew when groups or their options change."""
+        self._make_plan()
+        return self._plan
+
+    @property
+    def arena_bytes(self) -> int:
+        """Memory of the exchange buffers on this rank: allocated at the first step, and kept."""
+        return self._arena.nbytes
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; on all ranks together, since the plan is made anew. States of other groups stay."""
+        group = {**param_group}
+        if group.setdefault("algorithm", "muon") == "adamw":
+            super().add_param_group({**self._adamw.defaults, **group})
+            for key in self.defaults.keys() - self._adamw.defaults.keys() - {"algorithm"}:
+                del self.param_groups[-1][key]
+        else:
+            check_options({**self.defaults, **group})
+            super().add_param_group(group)
+        if self._signature is not None:
+            self._make_plan()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters; on all ranks together. Returns the closure's loss, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._make_plan()
+        tenants = zip(self._survey.params, self._survey.tenants, strict=True)
+        shards = [self._shard(param, tenant.name) for param, tenant in tenants]
+        self._step_adamw()
+        for routes, lag in self._routes_on(shards):
+            self._travel(routes, lag, shards)
+        return loss
+
+    def _travel(self, routes: Sequence[Route], lag: Lag, shards: Sequence[Shard]) -> None:
+        """Take a domain's buckets through the four stages, in step: one is computed while others are on their way."""
+        loads: dict[int, Load] = {}
+        for tick in range(len(routes) + lag.apply):
+            if tick < len(routes):
+                loads[tick] = self._send(routes[tick], shards)
+            if (turn := tick - lag.turn) in loads:
+                self._turn_round(loads[turn].route.shipment)
+            if (level := tick - lag.level) in loads:
+                loads[level].route.shipment.level()
+            if (apply := tick - lag.apply) in loads:
+                self._apply(loads.pop(apply))
+
+    def _send(self, route: Route, shards: Sequence[Shard]) -> Load:
+        """Momentum, on the shard, and its pieces on their way to the owners."""
+        load = Load(route, shards, skips=self._nonfinite == "skip")
+        route.shipment.send(load.updates(self.param_groups), load.present[: len(route.shipment.mine)])
+        return load
+
+    def _turn_round(self, shipment: Shipment) -> None:
+        """The owned matrices, once they are whole: orthogonalised, and their pieces on their way back."""
+        wanted = set(shipment.receive())
+        dropped: list[int] = []
+        for stack in shipment.stacks:
+            rows = [row for row, job in enumerate(stack.jobs) if job in wanted]
+            if self._nonfinite == "skip":
+                finite = stack.tensor.isfinite().flatten(1).all(1).tolist()
+                dropped += [stack.jobs[row] for row in rows if not finite[row]]
+                rows = [row for row in rows if finite[row]]
+            orthogonalizer = self._orthogonalizer(cast(Kind, stack.kind))
+            if len(rows) == len(stack.jobs):
+                stack.tensor.copy_(orthogonalizer(stack.tensor))
+            elif rows:
+                stack.tensor[rows] = orthogonalizer(stack.tensor[rows]).to(stack.tensor.dtype)
+        shipment.give_back(dropped)
+
+    def _apply(self, load: Load) -> None:
+        """Weight decay and update, on the shard, once the replicas are level."""
+        updates = load.route.shipment.updates()
+        kept = load.certain if all(load.certain) else load.route.shipment.kept()
+        load.apply(updates, kept, self.param_groups)
+        if self._nonfinite == "skip":
+            shipment = load.route.shipment
+            pieces = zip(shipment.tenants, shipment.pieces, load.present, kept, strict=True)
+            dropped = {(tenant, piece.job) for tenant, piece, has, keep in pieces if has and not keep}
+            self.skipped.update(self._plan.tenants[tenant].name for tenant, _ in dropped)
+
+    def _step_adamw(self) -> None:
+        """torch's AdamW over the groups that ask for it, on this optimizer's own groups and state."""
+        self._adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        self._adamw.state = self.state
+        if self._adamw.param_groups:
+            self._adamw.step()
+
+    def _shard(self, param: Tensor, name: str) -> Shard:
+        """This rank's part of a parameter, its momentum (made if there is none yet) and its gradient."""
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        momentum = local_part(state["momentum_buffer"])
+        grad = None if param.grad is None else local_gradient(param.grad, name).to(momentum.dtype)
+        return Shard(local_part(param), momentum, grad)
+
+    def _make_plan(self) -> None:
+        """Make the plan if there is none yet, or if groups or what it depends on have changed since."""
+        signature = [
+            (group["algorithm"], len(group["params"]), group["algorithm"] == "muon" and plan_options(group))
+            for group in self.param_groups
+        ]
+        if signature == self._signature:
+            return
+        settings = (
+            f"orthogonalize={self._orthogonalize!r}, exchange_dtype={self._exchange_dtype}, "
+            f"bucket_bytes={self._bucket_bytes}, nonfinite={self._nonfinite!r}"
+        )
+        survey = take_survey(self.param_groups, self._process_group, self._cost_model, settings)
+        self._plan = make_plan(survey.tenants, this_rank(), self._exchange_dtype.itemsize, self._bucket_bytes)
+        self._links = [
+            make_links(domain.grid, domain.seat, survey.groups[domain.grid]) for domain in self._plan.domains
+        ]
+        self._survey, self._signature = survey, signature
+        self._routes, self._arena = [], torch.empty(0)
+
+    def _routes_on(self, shards: Sequence[Shard]) -> list[tuple[list[Route], Lag]]:
+        """The buckets of each domain with their buffers, which are allocated where the shards live."""
+        device = shards[0].param.device if shards else torch.device("cpu")
+        if not self._routes or self._arena.device != device:
+            shipments, self._arena = make_shipments(self._plan, self._links, self._exchange_dtype, device)
+            self._routes = [
+                ([self._make_route(shipment, domain) for shipment in members], lag_of(domain))
+                for members, domain in zip(shipments, self._plan.domains, strict=True)
+            ]
+        return self._routes
+
+    def _make_route(self, shipment: Shipment, domain: Domain) -> Route:
+        groups = tuple(self._survey.group_of[tenant] for tenant in shipment.tenants)
+        ratios = []
+        for piece, index in zip(shipment.pieces, groups, strict=True):
+            group, matrix = self.param_groups[index], domain.jobs[piece.job].matrix
+            ratios.append(lr_ratio(group["adjust_lr_fn"], matrix.rows, matrix.cols, group["transposed"]))
+        return Route(shipment, groups, tuple(ratios))
+
+    def _cost_model(self, kind: Kind) -> CostModel:
+        orthogonalizer = self._orthogonalizer(kind)
+        return lru_cache(maxsize=None)(lambda rows, cols: flops(orthogonalizer, rows, cols))
+
+    def _orthogonalizer(self, kind: Kind) -> Orthogonalizer:
+        if kind not in self._orthogonalizers:
+            coefficients, steps, eps = kind
+            self._orthogonalizers[kind] = resolve(self._orthogonalize, coefficients=coefficients, steps=steps, eps=eps)
+        return self._orthogonalizers[kind]
+
+
+def check_options(group: dict[str, Any]) -> None:
+    """Raise ValueError, as torch.optim.Muon does, for a Muon group whose options are out of range."""
+    if group["algorithm"] != "muon":
+        raise ValueError(f"algorithm must be 'muon' or 'adamw', got {group['algorithm']!r}")
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError("a tensor lr must have one element")
+    for key in ("lr", "momentum", "weight_decay"):
+        if not group[key] >= 0.0:
+            raise ValueError(f"{key} must be >= 0, got {group[key]}")
+    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+        raise ValueError(f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}")
+    if not 0 <= group["ns_steps"] < 100:
+        raise ValueError(f"ns_steps must be at least 0 and below 100, got {group['ns_steps']}")
+    if len(group["ns_coefficients"]) != 3:
+        raise ValueError(f"ns_coefficients must be three numbers, got {group['ns_coefficients']}")
+
+
+def plan_options(group: dict[str, Any]) -> tuple[object, ...]:
+    """What of a Muon group the plan and the routes depend on."""
+    return rule_of(group), kind_of(group), group["adjust_lr_fn"]
