@@ -83,7 +83,8 @@ class _World:
     def __init__(self, case: Case, methods: tuple[str, ...], progress: Callable[[str], None]) -> None:
         self.progress = progress
         self.folder = tempfile.TemporaryDirectory(prefix="muonshard-bench-")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["benchmarks.measure", "benchmarks.methods.registry"])
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         self.methods = methods
@@ -122,7 +123,8 @@ class _World:
             ready = wait(open_pipes, timeout=max(0.0, deadline - time.monotonic()))
             error = next((answer for answer in answers.values() if isinstance(answer, str)), None)
             if not ready:
-                raise _WorldLostError(method, error or f"no answer in {TRIAL_TIMEOUT_S:.0f} s")
+                nothing = f"no answer in {TRIAL_TIMEOUT_S:.0f} s"
+                raise _WorldLostError(method, nothing if error is None else f"{error} (on some ranks only)")
             for pipe in ready:
                 rank = self.pipes.index(pipe)  # type: ignore[arg-type]
                 try:

@@ -1,16 +1,28 @@
-"""The counting tools of the benchmark, against cases whose bytes, FLOPs and allocations are known."""
+"""The benchmark: its counting tools on cases whose bytes, FLOPs and allocations are known, and its way with methods."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from benchmarks import world as worlds
 from benchmarks.counting import PeakMemory, count_flops, count_traffic
+from benchmarks.measure import RankResult, measure
+from benchmarks.methods import Parameters, Steps
+from benchmarks.methods.floor import ComputeAlone, share_out
+from benchmarks.methods.registry import METHODS, find
+from benchmarks.methods.standard import AdamW, GatherEverywhere, TorchMuon, orthogonalized
+from benchmarks.problem import MESHES, SETS, Problem, Recipe, Weight, shard_of
+from benchmarks.report import rows_of
+from benchmarks.world import Case, CaseResult, run_case
 from pool import Pool
 
 W = 4
@@ -187,3 +199,155 @@ def test_peak_memory_is_measured_afresh_each_time() -> None:
         peaks.append((memory.peak_bytes, memory.held_bytes))
         kept.clear()
     assert peaks == [(1 << 16, 1 << 16)] * 3
+
+
+WEIGHTS = (Weight((16, 8), "out"), Weight((8, 16), "in"), Weight((10, 6), "out"), Weight((4, 6, 10), "out"))
+
+
+def _shards_that_differ_from_torchs(kind: str) -> list[str]:
+    weights = (*WEIGHTS, Weight((13, 5), "out"), Weight((5, 13), "in"), Weight((2, 5, 3), "in"))
+    problem = Problem(weights, MESHES[kind], seed=3)
+    wrong = []
+    for index, param in enumerate(problem.parameters()):
+        whole = param.detach().full_tensor()
+        if not torch.equal(problem.local(index, whole), param.detach().to_local()):
+            wrong.append(str(weights[index]))
+    return wrong
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_a_problems_shards_are_those_that_their_placements_say(pool: Pool, kind: str) -> None:
+    assert pool.run(W, _shards_that_differ_from_torchs, kind) == [[]] * W
+
+
+def test_the_parts_of_a_strided_shard_are_what_fsdp_over_tensor_parallelism_holds(pool: Pool) -> None:
+    parts = pool.run(W, _rows_held)  # ranks (fsdp, tensor) in row-major order; tensor cuts first
+    assert parts == [[0, 1], [4, 5], [2, 3], [6, 7]]
+
+
+def _rows_held() -> list[int]:
+    kind = MESHES["fsdp-tp"]
+    return shard_of(torch.arange(8), kind.build(), kind.placements(Weight((8, 1), "out"))).tolist()
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 600), st.integers(1, 600)), max_size=40),
+    st.integers(1, 6),
+)
+def test_the_floor_shares_out_every_matrix_once_and_evenly(shapes: list[tuple[int, ...]], ranks: int) -> None:
+    shares = share_out(shapes, ranks)
+    assert sorted(index for share in shares for index in share) == list(range(len(shapes)))
+    costs = [min(s) ** 2 * (2 * max(s) + min(s)) for s in shapes]
+    loads = [sum(costs[i] for i in share) for share in shares]
+    fair = sum(costs) / ranks
+    assert max(loads) <= fair + max(costs, default=0)  # Graham 1966
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A method that fails on the ranks named."""
+
+    name: str = "broken"
+    is_muon: bool = True
+    reference: None = None
+    ranks: tuple[int, ...] = (0, 1, 2, 3)
+
+    def prepare(self, params: Parameters, mesh: DeviceMesh | None, recipe: Recipe) -> Steps:
+        if dist.get_rank() in self.ranks:
+            raise ValueError("it does not work here")
+        dist.barrier()
+        return torch.optim.SGD(params)
+
+
+@dataclass(frozen=True)
+class BrokenOnOneRank(Broken):
+    """A method that leaves three ranks waiting."""
+
+    ranks: tuple[int, ...] = (2,)
+
+
+def _standard(matrices: list[torch.Tensor], recipe: Recipe) -> None:
+    for matrix in matrices:
+        orthogonalized(matrix, recipe)
+
+
+def _measured(kind: str) -> tuple[dict[str, RankResult], dict[str, str | None]]:
+    errors: dict[str, str | None] = {}
+
+    def verdict(name: str, error: str | None) -> bool:
+        errors[name] = error
+        return error is None
+
+    methods = [ComputeAlone("floor", _standard), AdamW(), TorchMuon(), Broken(), GatherEverywhere()]
+    weights = [weight for weight in WEIGHTS if len(weight.shape) == 2]
+    return measure(methods, Problem(weights, MESHES[kind], seed=1), 2, Recipe(), verdict), errors
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_methods_are_counted_timed_and_compared_with_one_process(pool: Pool, kind: str) -> None:
+    outcomes = pool.run(W, _measured, kind)
+    for results, errors in outcomes:
+        assert errors.pop("broken") == "ValueError: it does not work here"
+        assert set(errors.values()) == {None}
+        assert list(results) == ["floor", "adamw", "torch-muon", "gather-everywhere"]
+        assert all(len(result.seconds) == 2 for result in results.values())
+        assert results["floor"].difference is None
+        assert results["adamw"].difference == 0.0
+        for muon in ("torch-muon", "gather-everywhere"):
+            assert 0 <= results[muon].difference == results[muon].torch_difference < 2e-3
+    ranks = [results for results, _ in outcomes]
+    exact = 5 * sum(4 * m * m * n + 2 * m**3 for m, n in ((8, 16), (8, 16), (6, 10)))
+    assert sum(rank["floor"].flops for rank in ranks) == exact
+    assert [rank["gather-everywhere"].flops for rank in ranks] == [exact] * W
+    assert all(rank["adamw"].bytes_sent == 0 for rank in ranks)
+
+
+def _gathered() -> tuple[int, int]:
+    weights = (Weight((16, 8), "out"), Weight((8, 16), "in"))
+    result = measure([GatherEverywhere()], Problem(weights, MESHES["fsdp"], 0), 1, Recipe(), lambda name, error: True)
+    return result["gather-everywhere"].bytes_sent, result["gather-everywhere"].peak_extra_bytes
+
+
+def test_gathering_everywhere_sends_its_shards_to_all_others_and_holds_all_matrices(pool: Pool) -> None:
+    elements = 2 * 16 * 8
+    for sent, extra in pool.run(W, _gathered):
+        assert sent == 3 * elements // W * 2
+        assert elements * 2 <= extra <= 4 * elements * 4
+
+
+def test_a_method_that_fails_on_one_rank_only_is_left_out_and_the_others_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worlds, "STRAGGLER_TIMEOUT_S", 1.0)
+    result = run_case(Case("small", "fsdp", ("adamw", "test_benchmarks:BrokenOnOneRank"), rounds=1))
+    assert list(result.ran) == ["adamw"]
+    assert result.failed == {
+        "test_benchmarks:BrokenOnOneRank": "ValueError: it does not work here (on some ranks only)"
+    }
+
+
+def _ranks(*seconds: tuple[float, ...]) -> tuple[RankResult, ...]:
+    return tuple(RankResult(10 * i, 3, {}, 7, i, 0.5 * i, None, each) for i, each in enumerate(seconds))
+
+
+def test_a_row_takes_the_slowest_rank_of_each_round_and_ratios_within_rounds() -> None:
+    case = Case("small", "fsdp", ("a", "b"), rounds=3)
+    ran = {"a": _ranks((1.0, 2.0, 4.0), (2.0, 1.0, 3.0)), "b": _ranks((4.0, 2.0, 2.0), (1.0, 1.0, 1.0))}
+    a, b = rows_of(CaseResult(case, ran, {}), "a")
+    assert (a.milliseconds, a.ratio) == (2000.0, 1.0)
+    assert (b.milliseconds, b.ratio) == (2000.0, 1.0)
+    assert b.seconds_by_round == (4.0, 2.0, 2.0)
+    assert (a.bytes_sent_mean, a.bytes_sent_max, a.flops, a.peak_extra_bytes, a.difference) == (5.0, 10, 14, 1, 0.5)
+    assert [row.ratio for row in rows_of(CaseResult(case, ran, {}), "not measured")] == [None, None]
+
+
+def test_methods_are_found_by_name_and_plugins_by_their_path() -> None:
+    assert find("adamw") is METHODS["adamw"]
+    assert find("test_benchmarks:Broken").name == "broken"
+    with pytest.raises(ValueError, match="no method is called 'adam'; there are "):
+        find("adam")
+
+
+@pytest.mark.parametrize(("name", "elements"), [("dense", 24 * (512 + 2048) * 512), ("moe", 64 * 384 * 768)])
+def test_the_sets_have_the_sizes_that_are_reported(name: str, elements: int) -> None:
+    assert sum(torch.Size(weight.shape).numel() for weight in SETS[name]) == elements
