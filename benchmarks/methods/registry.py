@@ -8,6 +8,7 @@ from torch import Tensor
 
 from benchmarks.methods import Method
 from benchmarks.methods.floor import ComputeAlone
+from benchmarks.methods.ours import OurOrthogonalizer, Ours
 from benchmarks.methods.packages import MuonFsdp2, Muonium, MuoniumOnCpu
 from benchmarks.methods.standard import AdamW, GatherEverywhere, TorchMuon, orthogonalized
 from benchmarks.problem import Recipe
@@ -21,6 +22,8 @@ def _standard(matrices: list[Tensor], recipe: Recipe) -> None:
 METHODS: dict[str, Method] = {
     method.name: method
     for method in (
+        Ours("ours"),
+        ComputeAlone("floor-ours", OurOrthogonalizer()),
         ComputeAlone("floor-standard", _standard),
         AdamW(),
         TorchMuon(),
