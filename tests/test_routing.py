@@ -85,6 +85,27 @@ def test_names_of_heads_inside_blocks_and_attention_mean_nothing() -> None:
     assert {name for name in goes_to(groups, "adamw") if name.endswith("weight")} == {"head.weight"}
 
 
+def test_common_names_of_output_layers_count_only_near_the_top() -> None:
+    deep = nn.ModuleDict({"encoder": nn.ModuleDict({"subsample": nn.ModuleDict({"out": nn.Linear(6, 8)})})})
+    assert goes_to(param_groups(deep), "muon") == {"encoder.subsample.out.weight"}
+
+
+def test_what_is_called_a_head_but_computes_attention_is_no_output_layer() -> None:
+    head = nn.ModuleDict({"key": nn.Linear(8, 4), "query": nn.Linear(8, 4), "value": nn.Linear(8, 4)})
+    assert len(goes_to(param_groups(nn.ModuleDict({"sa_head": head})), "muon")) == 3
+
+
+def test_a_square_layer_inside_a_head_is_hidden() -> None:
+    model = nn.ModuleDict({"lm_head": nn.Sequential(nn.Linear(8, 8)), "decoder": nn.Linear(8, 20)})
+    assert "lm_head.0.weight" in goes_to(param_groups(model), "muon")
+
+
+def test_a_large_vocabulary_tells_output_layers_of_blocks_too() -> None:
+    blocks = nn.ModuleList([nn.ModuleDict({"mix": nn.Linear(4, 16), "project": nn.Linear(4, 40)}) for _ in range(2)])
+    groups = param_groups(nn.ModuleDict({"lookup": nn.Embedding(40, 4), "blocks": blocks}))
+    assert goes_to(groups, "muon") == {"blocks.0.mix.weight", "blocks.1.mix.weight"}
+
+
 def test_an_output_layer_is_known_by_the_size_of_the_vocabulary() -> None:
     model = nn.ModuleDict({"lookup": nn.Embedding(20, 8), "mix": nn.Linear(8, 12), "project": nn.Linear(8, 20)})
     groups = param_groups(model)
@@ -114,6 +135,18 @@ def test_what_the_model_calls_its_output_embeddings_goes_to_adamw() -> None:
     assert goes_to(param_groups(Named()), "muon") == {"mix.weight"}
 
 
+def test_a_model_that_does_not_implement_get_output_embeddings_is_read_by_names() -> None:
+    class Unnamed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.head = nn.Linear(8, 8), nn.Linear(8, 5)
+
+        def get_output_embeddings(self) -> nn.Module:
+            raise NotImplementedError
+
+    assert goes_to(param_groups(Unnamed()), "muon") == {"mix.weight"}
+
+
 def test_experts_go_to_muon_and_their_router_to_adamw() -> None:
     groups = param_groups(nn.ModuleDict({"layers": nn.ModuleList([MoE()])}))
     assert goes_to(groups, "muon") == {"layers.0.w1", "layers.0.w2"}
@@ -131,10 +164,21 @@ def test_a_router_goes_to_muon_if_included() -> None:
 
 def test_the_gate_of_an_expert_is_no_router_even_with_as_many_rows_as_experts() -> None:
     experts = nn.ModuleList([SwiGLU(6, 4) for _ in range(4)])
-    model = nn.ModuleDict({"gate": nn.Linear(6, 4), "experts": experts})
+    model = nn.ModuleDict({"gate": nn.Linear(6, 4), "experts": experts, "shared_expert": SwiGLU(6, 4)})
     groups = param_groups(model)
-    assert {f"experts.{index}.gate.weight" for index in range(4)} <= goes_to(groups, "muon")
+    expected = {f"experts.{index}.gate.weight" for index in range(4)} | {"shared_expert.gate.weight"}
+    assert expected <= goes_to(groups, "muon")
     assert "router" in decided(groups)["gate.weight"].reason
+
+
+def test_layers_inside_a_router_go_to_adamw() -> None:
+    model = nn.ModuleDict({"router": nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)), "mix": nn.Linear(6, 6)})
+    assert goes_to(param_groups(model), "muon") == {"mix.weight"}
+
+
+def test_bilinear_forms_and_heads_spread_over_dims_are_no_stacks() -> None:
+    model = nn.ModuleDict({"form": nn.Bilinear(3, 4, 5), "attn": Holder(q=(8, 2, 4), per_head=(2, 8, 4))})
+    assert goes_to(param_groups(model), "muon") == {"attn.per_head"}
 
 
 @pytest.mark.parametrize(
@@ -170,6 +214,7 @@ def test_layers_that_embed_their_input_go_to_adamw() -> None:
         {
             "patch_embed": nn.ModuleDict({"proj": nn.Linear(12, 8)}),
             "embed": nn.Linear(5, 8),
+            "vision_embed_tokens": nn.Linear(12, 8),
             "time_embed": nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)),
         }
     )
@@ -209,6 +254,11 @@ def test_convolutions_that_are_asked_for_are_flattened_but_never_depthwise_or_tr
         assert found[f"{name}.weight"].algorithm == "adamw"
     assert "transposed" in found["up.weight"].reason
     assert "depthwise" in found["short.weight"].reason
+
+
+def test_convolutions_of_one_channel_go_to_muon_only_if_they_are_matrices() -> None:
+    model = nn.ModuleDict({"image": nn.Conv2d(1, 4, 3), "sound": nn.Conv1d(1, 4, 3), "mono": nn.Conv2d(4, 1, 3)})
+    assert goes_to(param_groups(model, convolutions=True), "muon") == {"image.weight"}
 
 
 def test_a_transposed_convolution_can_be_included() -> None:

@@ -135,3 +135,9 @@ def test_decisions_are_frozen_data() -> None:
     assert (decision.shape, decision.algorithm) == ((50, 16), "adamw")
     with pytest.raises(dataclasses.FrozenInstanceError):
         decision.algorithm = "muon"  # type: ignore[misc]
+
+
+def test_the_representation_is_short() -> None:
+    model = GPT()
+    model.norm_f.requires_grad_(False)
+    assert repr(param_groups(model)) == "<ParamGroups: 10 to Muon, 7 to AdamW, 1 frozen>"

@@ -54,6 +54,30 @@ def test_head_counts_of_one_tensor_parallel_rank_do_not_mislead() -> None:
     assert options == {"splits": (16, 8, 8), "num_heads": (4, 2, 2), "split_dim": 0}
 
 
+def test_an_attention_module_alone_is_split_too() -> None:
+    found = decided(param_groups(SelfAttention(16, heads=4, kv_heads=2), split_known=True))
+    assert found["wqkv.weight"].options["splits"] == (16, 8, 8)
+
+
+def test_without_head_counts_q_k_and_v_are_as_wide_as_the_input() -> None:
+    attention = SelfAttention(16, heads=4, kv_heads=4)
+    del attention.n_heads, attention.n_kv_heads
+    found = decided(param_groups(attention, split_known=True))
+    assert found["wqkv.weight"].options == {"splits": (16, 16, 16), "num_heads": 4, "split_dim": 0}
+
+
+def test_a_configuration_that_refuses_to_answer_is_passed_over() -> None:
+    class Refusing:
+        @property
+        def num_key_value_heads(self) -> int:
+            raise RuntimeError("differs from layer to layer")
+
+    attention = SelfAttention(16, heads=4, kv_heads=4)
+    del attention.n_kv_heads
+    attention.config = Refusing()
+    assert decided(param_groups(attention, split_known=True))["wqkv.weight"].options["splits"] == (16, 16, 16)
+
+
 def test_sizes_that_do_not_agree_are_not_split() -> None:
     attention = SelfAttention(16, heads=4, kv_heads=2)
     attention.wqkv = nn.Linear(16, 35)
@@ -77,6 +101,20 @@ def test_experts_stored_in_out_are_known_by_the_shapes_of_gate_up_and_down() -> 
         assert found["experts.down_proj"].options.get("transposed", False) is transposed
         assert found["experts.gate_up_proj"].options["splits"] == (10, 10)
         assert found["experts.gate_up_proj"].options["split_dim"] == int(transposed)
+
+
+def test_experts_that_say_how_they_are_stored_are_believed() -> None:
+    experts = Holder(up_proj=(4, 6, 10), down_proj=(4, 10, 6))
+    experts.is_transposed = True
+    found = decided(param_groups(nn.ModuleDict({"experts": experts}), split_known=True))
+    assert found["experts.up_proj"].options == found["experts.down_proj"].options == {"transposed": True}
+
+
+def test_experts_one_below_the_other_are_matrices_of_their_own() -> None:
+    experts = Holder(w1=(12, 5), w2=(12, 5))
+    experts.num_experts = 3
+    found = decided(param_groups(nn.ModuleDict({"experts": experts}), split_known=True))
+    assert found["experts.w1"].options == {"num_heads": 3, "split_dim": 0}
 
 
 def test_an_unknown_kind_of_split_is_an_error() -> None:

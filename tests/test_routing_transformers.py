@@ -56,6 +56,14 @@ def test_gpt2_weights_are_stored_in_out_with_heads_in_the_columns() -> None:
     assert block["mlp.c_fc.weight"].options == block["mlp.c_proj.weight"].options == {"transposed": True}
 
 
+def test_the_cross_attention_of_gpt2_has_a_fused_key_and_value() -> None:
+    settings = {"vocab_size": 60, "n_embd": 16, "n_layer": 1, "n_head": 4, "add_cross_attention": True}
+    block = layer(decided(param_groups(build("GPT2LMHeadModel", **settings), split_known=True)), "transformer.h.0.")
+    fused = block["crossattention.c_attn.weight"]
+    assert (fused.shape, fused.options["splits"], fused.options["num_heads"]) == ((16, 32), (16, 16), 4)
+    assert block["crossattention.q_attn.weight"].options["num_heads"] == 4
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama_gives_its_projections_to_muon(tied: bool) -> None:
     groups = param_groups(build("LlamaForCausalLM", **LLAMA, tie_word_embeddings=tied))
@@ -150,13 +158,17 @@ def test_latent_attention_is_split_by_heads_where_heads_are() -> None:
     routing = {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
     experts = {"n_routed_experts": 4, "moe_intermediate_size": 12, "first_k_dense_replace": 1, **routing}
     settings = {**LLAMA, "num_key_value_heads": 4, **latent, **experts}
-    found = decided(param_groups(build("DeepseekV3ForCausalLM", **settings), split_known=True))
+    model = build("DeepseekV3ForCausalLM", **settings)
+    found = decided(param_groups(model, split_known=True))
     attention = layer(found, "model.layers.0.self_attn.")
     assert attention["q_b_proj.weight"].options == {"num_heads": 4, "split_dim": 0}
     assert attention["kv_b_proj.weight"].options == {"num_heads": 4, "split_dim": 0}
     assert attention["o_proj.weight"].options == {"num_heads": 4, "split_dim": 1}
     assert attention["kv_a_proj_with_mqa.weight"].options == {}
     assert found["model.layers.1.mlp.gate.weight"].algorithm == "adamw"
+    model.get_submodule("model.layers.0.self_attn").num_heads = 2  # as one of two tensor-parallel ranks has it
+    local = layer(decided(param_groups(model, split_known=True)), "model.layers.0.self_attn.")
+    assert local["q_b_proj.weight"].options["num_heads"] == local["o_proj.weight"].options["num_heads"] == 4
 
 
 def test_all_that_goes_to_muon_can_be_read_as_matrices() -> None:

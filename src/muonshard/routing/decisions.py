@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,10 @@ class ParamGroups(list[dict[str, Any]]):
 
     def __str__(self) -> str:
         return self.table()
+
+    def __repr__(self) -> str:
+        counts = Counter(decision.algorithm for decision in self.decisions)
+        return f"<ParamGroups: {counts['muon']} to Muon, {counts['adamw']} to AdamW, {counts['none']} frozen>"
 
 
 def _told(options: Mapping[str, Any]) -> list[str]:

@@ -90,9 +90,7 @@ def _is_transposed(parameter: Tensor, place: Place) -> bool:
     down = next((own[name].shape for name in DOWN_NAMES & own.keys()), None)
     if gate_up is None or down is None or len(gate_up) != 3 or len(down) != 3:
         return False
-    as_out_in = gate_up[1] == 2 * down[2] and gate_up[2] == down[1]
-    as_in_out = gate_up[2] == 2 * down[1] and gate_up[1] == down[2]
-    return as_in_out and not as_out_in
+    return gate_up[2] == 2 * down[1] and gate_up[1] == down[2]
 
 
 def _attention(place: Place) -> Attention | None:
