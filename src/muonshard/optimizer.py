@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from muonshard.buckets import Exchange
 from muonshard.exchange import Lag, Shipment, lag_of, make_shipments
 from muonshard.meshes import local_gradient, local_part, make_links, this_rank
 from muonshard.orthogonalize import JORDAN, Orthogonalizer, flops, resolve
 from muonshard.owners import CostModel
-from muonshard.plan import Domain, Plan, make_plan
+from muonshard.plan import Domain, Plan
+from muonshard.planner import MACHINES, make_plan
 from muonshard.shards import Load, Route, Shard, lr_ratio
 from muonshard.survey import Kind, kind_of, rule_of, take_survey
 
@@ -62,6 +64,9 @@ class Muon(torch.optim.Optimizer):
             gives the same bits.
         bucket_bytes: how much of a shard, and of an owner's matrices, one exchange carries at most (a larger matrix has
             an exchange of its own). Decides the memory a step needs, see `optimizer.arena_bytes`.
+        exchange: how matrices become whole: "owner" sends each to one rank and the update back, "allgather" gathers all
+            of them everywhere in one fused collective and repeats the work (where one mesh axis cuts a parameter),
+            "auto" takes for each bucket what a cost model finds quicker. The bits are the same.
         process_group: the ranks that hold plain tensors in common, under DistributedDataParallel.
         nonfinite: what happens to a matrix whose momentum has become infinite or NaN: "propagate" it, as torch does, or
             "skip" the matrix, which leaves its weights and momentum as they were on all ranks (see
@@ -87,6 +92,7 @@ class Muon(torch.optim.Optimizer):
         orthogonalize: str | Callable[[Tensor], Tensor] = "newton_schulz",
         exchange_dtype: torch.dtype = torch.bfloat16,
         bucket_bytes: int = 64 << 20,
+        exchange: Exchange = "auto",
         process_group: dist.ProcessGroup | None = None,
         nonfinite: Literal["propagate", "skip"] = "propagate",
     ) -> None:
@@ -96,9 +102,12 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
         if nonfinite not in ("propagate", "skip"):
             raise ValueError(f"nonfinite must be 'propagate' or 'skip', got {nonfinite!r}")
+        if exchange not in ("auto", "owner", "allgather"):
+            raise ValueError(f"exchange must be 'auto', 'owner' or 'allgather', got {exchange!r}")
         self._orthogonalize = orthogonalize
         self._exchange_dtype = exchange_dtype
         self._bucket_bytes = bucket_bytes
+        self._exchange: Exchange = exchange
         self._process_group = process_group
         self._nonfinite = nonfinite
         self._adamw = torch.optim.AdamW([torch.zeros(1)])
@@ -233,10 +242,18 @@ class Muon(torch.optim.Optimizer):
             return
         settings = (
             f"orthogonalize={self._orthogonalize!r}, exchange_dtype={self._exchange_dtype}, "
-            f"bucket_bytes={self._bucket_bytes}, nonfinite={self._nonfinite!r}"
+            f"bucket_bytes={self._bucket_bytes}, exchange={self._exchange!r}, nonfinite={self._nonfinite!r}"
         )
         survey = take_survey(self.param_groups, self._process_group, self._cost_model, settings)
-        self._plan = make_plan(survey.tenants, this_rank(), self._exchange_dtype.itemsize, self._bucket_bytes)
+        device = local_part(survey.params[0]).device.type if survey.params else "cpu"
+        self._plan = make_plan(
+            survey.tenants,
+            this_rank(),
+            self._exchange_dtype.itemsize,
+            self._bucket_bytes,
+            self._exchange,
+            MACHINES.get(device, MACHINES["cuda"]),
+        )
         self._links = [
             make_links(domain.grid, domain.seat, survey.groups[domain.grid]) for domain in self._plan.domains
         ]

@@ -6,20 +6,13 @@ which pieces of which shard go where. A plan is made for one rank; ranks that ag
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 from muonshard.layout import Layout, Overlap
-from muonshard.matrices import Matrix, MatrixRule, find_matrices
-from muonshard.owners import CostModel, Seat, Work, deal, longest_first
-
-PIPELINE_BUCKETS = 4
-"""Buckets a domain is cut into, at least, so that one can travel while another is orthogonalised ..."""
-PIPELINE_MIN_ELEMENTS = 1 << 18
-"""... unless they would then hold fewer elements per shard than this, where latency costs more than overlap gains."""
+from muonshard.matrices import Matrix, MatrixRule
+from muonshard.owners import CostModel, Seat
 
 
 @dataclass(frozen=True)
@@ -59,6 +52,7 @@ class Tenant:
         rule: how it is read as matrices.
         cost: FLOPs to orthogonalise one of them.
         kind: matrices are orthogonalised in one call only where their kinds are equal (the options of their group).
+        family: parameters can be gathered in one fused call where their families are equal (their mesh and placements).
     """
 
     name: str
@@ -67,6 +61,7 @@ class Tenant:
     rule: MatrixRule
     cost: CostModel
     kind: Hashable = None
+    family: Hashable = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +94,10 @@ class Bucket:
     Attributes:
         jobs: all matrices in the bucket, costliest first.
         travels: whether any of them has to travel to be orthogonalised.
+        fused: whether they travel in one fused all-gather, and every rank of the owner's replica does the work.
         owned: those that this rank orthogonalises.
+        gathers: where fused, the tenants whose shards this rank's replica gathers.
+        gather_stride: elements that the rank then sends to each other one of its replica, padding and flags included.
         outgoing: by shard of this rank's replica, the pieces it holds of the matrices that shard's rank owns.
         incoming: by shard of this rank's replica, the pieces which that shard's rank holds of this rank's matrices.
         across: by replica, the pieces of this rank's shard whose matrices that replica owns.
@@ -107,7 +105,10 @@ class Bucket:
 
     jobs: tuple[int, ...]
     travels: bool
+    fused: bool
     owned: tuple[int, ...]
+    gathers: tuple[int, ...]
+    gather_stride: int
     outgoing: tuple[tuple[Piece, ...], ...]
     incoming: tuple[tuple[Piece, ...], ...]
     across: tuple[tuple[Piece, ...], ...]
@@ -130,12 +131,14 @@ class Domain:
     def loads(self) -> dict[Seat, int]:
         """FLOPs per step of every seat."""
         loads = dict.fromkeys(self.grid.seats.values(), 0)
-        for job in self.jobs:
-            loads[job.owner] += job.cost
+        for bucket in self.buckets:
+            for job in (self.jobs[index] for index in bucket.jobs):
+                for shard in range(self.grid.shards) if bucket.fused else [job.owner.shard]:
+                    loads[Seat(shard, job.owner.replica)] += job.cost
         return loads
 
     def sent(self) -> tuple[int, int]:
-        """(elements of matrices, presence flags) that this rank sends per step."""
+        """(elements of matrices, presence flags) that this rank sends per step; fused gathers count as matrices."""
         return sum(map(self._payload, self.buckets)), sum(map(self._flags, self.buckets))
 
     def bound(self) -> float:
@@ -145,17 +148,19 @@ class Domain:
         return in_shards + self.elements / shards * (1 - 1 / replicas)
 
     def _payload(self, bucket: Bucket) -> int:
-        return self._travels(bucket, lambda pieces: sum(piece.where.numel for piece in pieces))
+        gathered = bucket.gather_stride * (self.grid.shards - 1)
+        return gathered + self._travels(bucket, lambda pieces: sum(piece.where.numel for piece in pieces))
 
     def _flags(self, bucket: Bucket) -> int:
         return self._travels(bucket, len)
 
     def _travels(self, bucket: Bucket, measure: Callable[[Sequence[Piece]], int]) -> int:
-        there, back = (
-            sum(measure(pieces) for shard, pieces in enumerate(side) if shard != self.seat.shard)
-            for side in (bucket.outgoing, bucket.incoming)
-        )
-        return there + back + (self.grid.replicas - 1) * measure(bucket.across[self.seat.replica])
+        """What this rank sends of a bucket, by some measure of pieces, but for a fused gather."""
+        trips = 0
+        if not bucket.fused:
+            for side in (bucket.outgoing, bucket.incoming):
+                trips += sum(measure(pieces) for shard, pieces in enumerate(side) if shard != self.seat.shard)
+        return trips + (self.grid.replicas - 1) * measure(bucket.across[self.seat.replica])
 
 
 @dataclass(frozen=True)
@@ -186,167 +191,14 @@ class Plan:
     @cached_property
     def collectives(self) -> int:
         """Collectives per step that this rank takes part in."""
-        return sum(
-            len(domain.buckets) * (2 * (domain.grid.shards > 1) + (domain.grid.replicas > 1)) for domain in self.domains
-        )
+        return sum(self._collectives(bucket, domain.grid) for domain in self.domains for bucket in domain.buckets)
+
+    @staticmethod
+    def _collectives(bucket: Bucket, grid: Grid) -> int:
+        trips = bool(bucket.gathers) if bucket.fused else 2 * bucket.travels
+        return trips + (grid.replicas > 1)
 
     def __str__(self) -> str:
         from muonshard.report import render
 
         return render(self)
-
-
-def make_plan(tenants: Sequence[Tenant], rank: int, itemsize: int, bucket_bytes: int) -> Plan:
-    """The plan of `rank` for these tenants, `itemsize` bytes per element exchanged.
-
-    A bucket holds at most `bucket_bytes` of any shard and of any owner's matrices, or one matrix that is larger.
-
-    Raises:
-        ValueError: a tenant cannot be read as matrices; the message names it.
-    """
-    grids: dict[Grid, list[int]] = {}
-    for index, tenant in enumerate(tenants):
-        grids.setdefault(tenant.grid, []).append(index)
-    limit = max(1, bucket_bytes // itemsize)
-    domains = (
-        _make_domain(grid, grid.seats[rank], tenants, members, limit)
-        for grid, members in sorted(grids.items(), key=lambda item: item[0].ranks)
-    )
-    return Plan(rank, tuple(tenants), tuple(domains), itemsize)
-
-
-def _make_domain(grid: Grid, seat: Seat, tenants: Sequence[Tenant], members: list[int], limit: int) -> Domain:
-    works: list[Work] = []
-    homes: list[int] = []
-    for index in members:
-        tenant = tenants[index]
-        try:
-            matrices = find_matrices(tenant.layout.shape, tenant.rule)
-        except ValueError as error:
-            raise ValueError(f"{tenant.name}: {error}") from None
-        works += [Work(matrix, tenant.layout, tenant.cost(matrix.rows, matrix.cols)) for matrix in matrices]
-        homes += [index] * len(matrices)
-    owners = deal(works, grid.shards, grid.replicas)
-    jobs = tuple(
-        Job(tenant, work.matrix, owner, work.cost, _at_home(work, owner), tenants[tenant].kind)
-        for tenant, work, owner in zip(homes, works, owners, strict=True)
-    )
-    layouts = [tenant.layout for tenant in tenants]
-    groups = _fill_buckets(jobs, layouts, longest_first(works), limit)
-    buckets = tuple(_make_bucket(group, jobs, layouts, grid, seat) for group in groups)
-    return Domain(grid, seat, jobs, buckets)
-
-
-def _at_home(work: Work, owner: Seat) -> bool:
-    return work.layout.held(owner.shard, work.matrix.box) == work.matrix.numel
-
-
-@dataclass
-class _Fill:
-    """A bucket while it is filled: elements per owner, per parameter, and at most in any shard."""
-
-    jobs: Sequence[Job]
-    layouts: Sequence[Layout]
-    members: list[int] = field(default_factory=list)
-    owned: Counter[Seat] = field(default_factory=Counter)
-    tenants: Counter[int] = field(default_factory=Counter)
-    local: int = 0
-    largest: int = 0
-
-    def needs(self, wave: Sequence[int]) -> tuple[int, int, int]:
-        """Elements with `wave` in the bucket too: at most in any shard, at the fullest owner, in the largest matrix."""
-        local, largest = self.local, self.largest
-        owned: Counter[Seat] = Counter()
-        tenants: Counter[int] = Counter()
-        for job in (self.jobs[index] for index in wave):
-            numel, before = job.matrix.numel, self.tenants[job.tenant] + tenants[job.tenant]
-            most = self.layouts[job.tenant].max_local_numel
-            local += min(most, before + numel) - min(most, before)  # a parameter adds its largest shard at most
-            owned[job.owner] += numel
-            tenants[job.tenant] += numel
-            largest = max(largest, numel)
-        return local, max(self.owned[seat] + more for seat, more in owned.items()), largest
-
-    def fits(self, wave: Sequence[int], limit: int) -> bool:
-        """Whether, with `wave`, a rank needs room for at most `limit` elements, or for one matrix."""
-        local, peak, largest = self.needs(wave)
-        return len(self.members) + len(wave) < 2 or (local <= limit and peak <= max(limit, largest))
-
-    def add(self, wave: Sequence[int]) -> None:
-        """Put `wave` in the bucket."""
-        self.local, _, self.largest = self.needs(wave)
-        self.members += wave
-        for job in (self.jobs[index] for index in wave):
-            self.owned[job.owner] += job.matrix.numel
-            self.tenants[job.tenant] += job.matrix.numel
-
-
-def _fill_buckets(
-    jobs: Sequence[Job], layouts: Sequence[Layout], order: Sequence[int], limit: int
-) -> list[tuple[int, ...]]:
-    """Cut the jobs, costliest first, into buckets of at most `limit` elements per rank, or one larger matrix.
-
-    A wave, in which every owner has at most one matrix, stays together where the limit allows, so that the owners' work
-    in a bucket is level. The last buckets are the cheapest: little compute is left when all has arrived.
-    """
-    if not order:
-        return []
-    whole = max(_Fill(jobs, layouts).needs(order)[:2])
-    limit = min(limit, max(-(-whole // PIPELINE_BUCKETS), PIPELINE_MIN_ELEMENTS))
-    fills = [_Fill(jobs, layouts)]
-    for wave in _waves(jobs, order):
-        for part in _cut(wave, jobs, layouts, limit):
-            if not fills[-1].fits(part, limit):
-                fills.append(_Fill(jobs, layouts))
-            fills[-1].add(part)
-    return [tuple(fill.members) for fill in fills]
-
-
-def _cut(wave: list[int], jobs: Sequence[Job], layouts: Sequence[Layout], limit: int) -> list[list[int]]:
-    """A wave as the fewest parts of about equal number that are each within the limit."""
-    for parts in range(1, len(wave) + 1):
-        size = -(-len(wave) // parts)
-        cut = [wave[start : start + size] for start in range(0, len(wave), size)]
-        if all(_Fill(jobs, layouts).fits(part, limit) for part in cut):
-            return cut
-    raise AssertionError("a single matrix always fits")
-
-
-def _waves(jobs: Sequence[Job], order: Sequence[int]) -> list[list[int]]:
-    """The first matrix of every owner, then the second of every owner, and so on."""
-    waves: list[list[int]] = []
-    dealt: Counter[Seat] = Counter()
-    for index in order:
-        owner = jobs[index].owner
-        if dealt[owner] == len(waves):
-            waves.append([])
-        waves[dealt[owner]].append(index)
-        dealt[owner] += 1
-    return waves
-
-
-def _make_bucket(
-    members: tuple[int, ...], jobs: Sequence[Job], layouts: Sequence[Layout], grid: Grid, seat: Seat
-) -> Bucket:
-    """What travels from and to `seat` for these jobs."""
-    outgoing: list[list[list[Piece]]] = [[[] for _ in range(grid.shards)] for _ in range(grid.replicas)]
-    incoming: list[list[Piece]] = [[] for _ in range(grid.shards)]
-    for index in members:
-        job = jobs[index]
-        layout, box = layouts[job.tenant], job.matrix.box
-        outgoing[job.owner.replica][job.owner.shard] += _pieces(index, layout.overlaps(seat.shard, box))
-        if job.owner == seat:
-            for shard in layout.holders(box):
-                incoming[shard] += _pieces(index, layout.overlaps(shard, box))
-    return Bucket(
-        jobs=members,
-        travels=not all(jobs[index].at_home for index in members),
-        owned=tuple(index for index in members if jobs[index].owner == seat),
-        outgoing=tuple(map(tuple, outgoing[seat.replica])),
-        incoming=tuple(map(tuple, incoming)),
-        across=tuple(tuple(chain.from_iterable(by_shard)) for by_shard in outgoing),
-    )
-
-
-def _pieces(job: int, overlaps: Iterable[Overlap]) -> list[Piece]:
-    return [Piece(job, where) for where in overlaps]

@@ -102,7 +102,8 @@ def take_survey(
         survey.group_of.append(index)
         survey.groups[residence.grid] = residence.groups
         kind = kind_of(group)
-        survey.tenants.append(Tenant(name, residence.layout, residence.grid, rule_of(group), costs(kind), kind))
+        family = (residence.placements, param.ndim)
+        survey.tenants.append(Tenant(name, residence.layout, residence.grid, rule_of(group), costs(kind), kind, family))
     for _, circle in sorted(circles.items()) or [((), Circle([]))]:
         circle.claims.insert(0, ("the optimizer", settings))
         circle.problems += homeless

@@ -1,0 +1,132 @@
+"""What travels, as buffers: chunks of flags and pieces, stacks of whole matrices, and the arena that they are cut from.
+
+Every chunk on a wire is a run of flags, one per piece, followed by the pieces themselves: on the way out a flag says
+whether this rank has a gradient, on the way back whether the update is to be applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muonshard._torch import foreach_copy_
+from muonshard.meshes import Link
+from muonshard.plan import Domain, Piece
+
+ALIGNMENT = 512
+"""Bytes to which buffers in the arena are aligned."""
+
+Carve = Callable[[int], Tensor]
+"""Takes a number of elements, gives a flat buffer of them."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Owned matrices of one kind and shape, (count, rows, cols) in the exchange dtype."""
+
+    kind: Hashable
+    jobs: tuple[int, ...]
+    tensor: Tensor
+
+
+class Wire:
+    """A flat buffer of chunks, one per peer, in the order of the link's ranks; views of all pieces, of all flags.
+
+    `pieces` and `flags` are in the order of `chunks`: by place in the grid.
+    """
+
+    def __init__(self, chunks: Sequence[Sequence[Piece]], link: Link | None, carve: Carve) -> None:
+        sizes = [len(pieces) + sum(piece.where.numel for piece in pieces) for pieces in chunks]
+        order = link.order if link else range(len(chunks))
+        self.splits = [sizes[place] for place in order]
+        self.flat = carve(sum(sizes))
+        starts = dict(zip(order, accumulate(self.splits, initial=0), strict=False))
+        self.pieces: list[Tensor] = []
+        self.flags: list[Tensor] = []
+        for place, pieces in enumerate(chunks):
+            offset = starts[place] + len(pieces)
+            self.flags.append(self.flat[starts[place] : offset])
+            for piece in pieces:
+                shape = [part.stop - part.start for part in piece.where.local]
+                self.pieces.append(self.flat[offset : offset + piece.where.numel].view(shape))
+                offset += piece.where.numel
+
+    def write_flags(self, values: Sequence[bool]) -> None:
+        """Set the flags of all pieces, in order."""
+        if all(values):
+            for chunk in self.flags:
+                chunk.fill_(1)
+            return
+        row = torch.tensor(values, dtype=self.flat.dtype).to(self.flat.device)
+        foreach_copy_(self.flags, row.split([len(chunk) for chunk in self.flags]))
+
+    def read_flags(self) -> list[bool]:
+        """The flags of all pieces, in order; waits for the device."""
+        return [bool(flag) for flag in torch.cat(self.flags).tolist()] if self.flags else []
+
+
+class Transfer:
+    """An all-to-all on its way, or none: a domain of one rank has no link."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._work: dist.Work | None = None
+
+    def start(self, target: Wire, source: Wire, link: Link | None) -> None:
+        """Send the chunks of `source` to the link's ranks, and theirs to `target`."""
+        if link is not None:
+            self._work = dist.all_to_all_single(
+                target.flat, source.flat, target.splits, source.splits, group=link.group, async_op=True
+            )
+
+    def wait(self) -> None:
+        """Until what was started has arrived.
+
+        Raises:
+            RuntimeError: the exchange failed or timed out; it names the bucket.
+        """
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"the exchange of {self._label} failed; did another rank stop? {error}") from error
+        finally:
+            self._work = None
+
+
+def make_stacks(owned: Sequence[int], domain: Domain, carve: Carve) -> tuple[list[Stack], dict[int, Tensor]]:
+    """Room for the owned matrices, stacked by kind and shape; and each matrix as its box in the parameter's dims."""
+    alike: dict[tuple[Hashable, int, int], list[int]] = {}
+    for index in owned:
+        job = domain.jobs[index]
+        alike.setdefault((job.kind, job.matrix.rows, job.matrix.cols), []).append(index)
+    stacks: list[Stack] = []
+    boxes: dict[int, Tensor] = {}
+    for (kind, rows, cols), members in alike.items():
+        stack = carve(len(members) * rows * cols).view(len(members), rows, cols)
+        stacks.append(Stack(kind, tuple(members), stack))
+        boxes |= {job: row.view(domain.jobs[job].matrix.box_shape) for job, row in zip(members, stack, strict=True)}
+    return stacks, boxes
+
+
+class Slot:
+    """A bump allocator over one flat buffer, or, without a buffer, a ruler that only measures."""
+
+    def __init__(self, dtype: torch.dtype, buffer: Tensor | None = None) -> None:
+        self._buffer = torch.empty(0, dtype=dtype, device="meta") if buffer is None else buffer
+        self._step = ALIGNMENT // dtype.itemsize
+        self.used = 0
+
+    def carve(self, numel: int) -> Tensor:
+        """The next `numel` elements, aligned."""
+        start = self.used
+        self.used += -(-numel // self._step) * self._step
+        if self._buffer.is_meta:
+            return self._buffer.new_empty(numel)
+        return self._buffer[start : start + numel]
