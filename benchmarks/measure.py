@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.counting import PeakMemory, count_flops, count_traffic
 from benchmarks.methods import Method, Steps
 from benchmarks.methods.standard import TorchMuonAlone
-from benchmarks.problem import Problem, Recipe, local_part
+from benchmarks.problem import MESHES, Problem, Recipe, local_part
 
 TRIAL_STEPS = 2
 
@@ -171,7 +171,7 @@ class _References:
         problem = self.problem
         whole: list[Tensor] = []
         if dist.get_rank() == 0:
-            alone = Problem(problem.weights, None, problem.seed)
+            alone = Problem(problem.weights, MESHES["alone"], problem.seed)
             candidate, error = _attempt(reference, alone, self.recipe)
             whole = [param.detach() for param in candidate.params] if candidate is not None else []
             if error is not None:

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-WORLD = 4
 GRADIENTS = 2  # distinct gradients that the steps take in turn
 
 
@@ -65,19 +64,25 @@ SETS: dict[str, tuple[Weight, ...]] = {
     "moe": _moe(4, 8, 384, 768),
     "odd": _blocks(24, 510, 2046),
     "small": _blocks(6, 256, 1024),
+    "many": (Weight((8, 8), "out"),) * 2000,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class MeshKind:
-    """A mesh of `WORLD` ranks and how it cuts a weight."""
+    """A mesh and how it cuts a weight; without axes, one process on plain tensors."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
 
-    def build(self) -> DeviceMesh:
+    @property
+    def world(self) -> int:
+        """How many ranks it has."""
+        return math.prod(self.shape)
+
+    def build(self) -> DeviceMesh | None:
         """The device mesh; needs the default process group."""
-        return init_device_mesh("cpu", self.shape, mesh_dim_names=self.axes)
+        return None if not self.axes else init_device_mesh("cpu", self.shape, mesh_dim_names=self.axes)
 
     def placements(self, weight: Weight) -> tuple[Placement, ...]:
         """One placement per mesh axis, as FSDP2 over tensor parallelism makes them."""
@@ -91,9 +96,10 @@ class MeshKind:
 
 
 MESHES: dict[str, MeshKind] = {
-    "fsdp": MeshKind((WORLD,), ("shard",)),
-    "hsdp": MeshKind((2, WORLD // 2), ("replicate", "shard")),
-    "fsdp-tp": MeshKind((2, WORLD // 2), ("shard", "tensor")),
+    "fsdp": MeshKind((4,), ("shard",)),
+    "hsdp": MeshKind((2, 2), ("replicate", "shard")),
+    "fsdp-tp": MeshKind((2, 2), ("shard", "tensor")),
+    "alone": MeshKind((), ()),
 }
 
 
@@ -114,16 +120,13 @@ def shard_of(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
 
 
 class Problem:
-    """Weights and gradients of one set on one mesh, of which this rank holds its shards; the same on every run.
+    """Weights and gradients of one set on one mesh, of which this rank holds its shards; the same on every run."""
 
-    With `mesh=None` there is one process, and the shards are whole plain tensors.
-    """
-
-    def __init__(self, weights: Sequence[Weight], kind: MeshKind | None, seed: int) -> None:
+    def __init__(self, weights: Sequence[Weight], kind: MeshKind, seed: int) -> None:
         self.weights = tuple(weights)
         self.seed = seed
-        self.mesh = kind.build() if kind is not None else None
-        self.placements = [kind.placements(weight) if kind is not None else () for weight in weights]
+        self.mesh = kind.build()
+        self.placements = [kind.placements(weight) for weight in weights]
         full = self._full(0)
         self._initial = [self.local(index, full[index]) for index in range(len(weights))]
         self._gradients = []

@@ -18,16 +18,20 @@ from benchmarks.report import json_of, print_report
 from benchmarks.world import Case, CaseResult, run_case
 
 OURS = "ours"
-QUICK_SETS, QUICK_MESHES, QUICK_ROUNDS = ["small"], ["fsdp", "hsdp"], 5
-FULL_SETS, ROUNDS = ["dense", "llama", "moe", "odd"], 7
+MESHES_OF_MANY = [name for name, kind in MESHES.items() if kind.world > 1]
+FULL = [(weights, mesh) for weights in ("dense", "llama", "moe", "odd") for mesh in MESHES_OF_MANY] + [
+    ("many", "alone")
+]
+QUICK = [("small", "fsdp"), ("small", "hsdp")]
+ROUNDS, QUICK_ROUNDS = 7, 5
 WIDTH = 130  # of the tables where the output is no terminal
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small set on two meshes, in under two minutes")
-    parser.add_argument("--sets", nargs="+", choices=SETS, help=f"default: {' '.join(FULL_SETS)}")
-    parser.add_argument("--meshes", nargs="+", choices=MESHES, help="default: all")
+    parser.add_argument("--sets", nargs="+", choices=SETS, help="sets of weights (default: all but small)")
+    parser.add_argument("--meshes", nargs="+", choices=MESHES, help="default: those of several ranks")
     parser.add_argument("--methods", nargs="+", help=f"default: all of {' '.join(METHODS)}")
     parser.add_argument("--without", nargs="+", default=[], help="methods to leave out")
     parser.add_argument("--plugin", action="append", default=[], help="one more method: module:Class")
@@ -41,14 +45,14 @@ def _arguments() -> argparse.Namespace:
 
 
 def _cases(asked: argparse.Namespace, names: list[str]) -> list[Case]:
-    sets = asked.sets or (QUICK_SETS if asked.quick else FULL_SETS)
-    meshes = asked.meshes or (QUICK_MESHES if asked.quick else list(MESHES))
+    """What was asked for; a default that the other choices leave open is of the quick or of the full comparison."""
+    pairs = QUICK if asked.quick else FULL
+    if asked.sets or asked.meshes:
+        sets = asked.sets or sorted({weights for weights, _ in pairs})
+        meshes = asked.meshes or MESHES_OF_MANY
+        pairs = [(weights, mesh) for weights in sets for mesh in meshes]
     rounds = asked.rounds or (QUICK_ROUNDS if asked.quick else ROUNDS)
-    return [
-        Case(weights, mesh, tuple(names), rounds, seed=asked.seed, compile=asked.compile)
-        for weights in sets
-        for mesh in meshes
-    ]
+    return [Case(*pair, tuple(names), rounds, seed=asked.seed, compile=asked.compile) for pair in pairs]
 
 
 def _run(case: Case, console: Console) -> CaseResult:

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.measure import RankResult, measure
 from benchmarks.methods.registry import find
-from benchmarks.problem import MESHES, SETS, WORLD, Problem, Recipe
+from benchmarks.problem import MESHES, SETS, Problem, Recipe
 
 TRIAL_TIMEOUT_S = 900.0  # a compiler may be at work
 STRAGGLER_TIMEOUT_S = 30.0  # for the other ranks, once one has failed
@@ -88,7 +88,7 @@ class _World:
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         self.methods = methods
-        for rank in range(WORLD):
+        for rank in range(MESHES[case.mesh].world):
             ours, theirs = context.Pipe()
             rendezvous = os.path.join(self.folder.name, "rendezvous")
             process = context.Process(target=_serve, args=(rank, rendezvous, case, methods, theirs), daemon=True)
@@ -118,7 +118,7 @@ class _World:
         """One message from each rank. A rank that fails alone leaves the others waiting: they get little time."""
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + TRIAL_TIMEOUT_S
-        while len(answers) < WORLD:
+        while len(answers) < len(self.pipes):
             open_pipes = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
             ready = wait(open_pipes, timeout=max(0.0, deadline - time.monotonic()))
             error = next((answer for answer in answers.values() if isinstance(answer, str)), None)
@@ -135,7 +135,7 @@ class _World:
                     raise _WorldLostError(method, error or reason) from ended
                 if isinstance(answers[rank], str):
                     deadline = min(deadline, time.monotonic() + STRAGGLER_TIMEOUT_S)
-        return [answers[rank] for rank in range(WORLD)]
+        return [answers[rank] for rank in range(len(self.pipes))]
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
@@ -156,8 +156,8 @@ def _serve(rank: int, rendezvous: str, case: Case, methods: tuple[str, ...], pip
     torch.set_num_threads(1)
     if not case.compile:
         torch.compiler.set_stance("force_eager")
-    store = f"file://{rendezvous}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=600))
+    store, world = f"file://{rendezvous}", MESHES[case.mesh].world
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=600))
 
     def verdict(name: str, error: str | None) -> bool:
         pipe.send(error)
