@@ -32,7 +32,7 @@ class Decision:
 class ParamGroups(list[dict[str, Any]]):
     """Parameter groups for `muonshard.Muon`, with the decisions that led to them.
 
-    An optimizer adds its defaults to the groups it is given, so make new ones for each optimizer.
+    `muonshard.Muon` leaves the groups as they are; torch's own optimizers add their defaults to the dicts they are given.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], decisions: tuple[Decision, ...]) -> None:

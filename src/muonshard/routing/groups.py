@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypedDict, Unpack
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from muonshard.routing.decisions import Decision, ParamGroups
@@ -24,7 +24,7 @@ KNOWN: tuple[Known, ...] = ("fused", "heads", "transposed")
 class GroupOptions(TypedDict, total=False):
     """Options of the groups: of Muon's as they are, of AdamW's with the prefix `adamw_`."""
 
-    lr: float
+    lr: float | Tensor
     weight_decay: float
     momentum: float
     nesterov: bool
@@ -32,7 +32,7 @@ class GroupOptions(TypedDict, total=False):
     eps: float
     ns_steps: int
     adjust_lr_fn: str | None
-    adamw_lr: float
+    adamw_lr: float | Tensor
     adamw_betas: tuple[float, float]
     adamw_eps: float
     adamw_weight_decay: float

@@ -86,8 +86,8 @@ def _is_transposed(parameter: Tensor, place: Place) -> bool:
     if getattr(place.module, "is_transposed", False) is True:
         return True
     own = dict(place.module.named_parameters(recurse=False))
-    gate_up = next((own[name].shape for name in GATE_UP_NAMES & own.keys()), None)
-    down = next((own[name].shape for name in DOWN_NAMES & own.keys()), None)
+    gate_up = next((own[name].shape for name in sorted(GATE_UP_NAMES & own.keys())), None)
+    down = next((own[name].shape for name in sorted(DOWN_NAMES & own.keys())), None)
     if gate_up is None or down is None or len(gate_up) != 3 or len(down) != 3:
         return False
     return gate_up[2] == 2 * down[1] and gate_up[1] == down[2]
