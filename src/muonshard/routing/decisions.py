@@ -32,7 +32,7 @@ class Decision:
 class ParamGroups(list[dict[str, Any]]):
     """Parameter groups for `muonshard.Muon`, with the decisions that led to them.
 
-    `muonshard.Muon` leaves the groups as they are; torch's own optimizers add their defaults to the dicts they are given.
+    `muonshard.Muon` leaves the groups as they are; torch's own optimizers add their defaults to the dicts they get.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], decisions: tuple[Decision, ...]) -> None:
