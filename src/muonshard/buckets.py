@@ -42,12 +42,22 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all ranks fill buckets by: at most `limit` elements for any rank, `itemsize` bytes each; how; on what."""
+    """What all ranks fill buckets by.
+
+    Attributes:
+        limit: at most so many elements for any rank.
+        itemsize: bytes of each.
+        exchange: how matrices become whole.
+        machine: what that costs.
+        backwards: whether buckets are filled in the order in which backward reaches parameters, last to first, and not
+            costliest first.
+    """
 
     limit: int
     itemsize: int
     exchange: Exchange
     machine: Machine
+    backwards: bool
 
 
 def make_batches(

@@ -39,10 +39,11 @@ class Shipment:
         self.theirs = tuple(chain.from_iterable(p for r, p in enumerate(bucket.across) if r != replica))
         self.pieces = (*self.mine, *self.theirs)
         self.tenants = [domain.jobs[piece.job].tenant for piece in self.pieces]
+        self.all_tenants = tuple(dict.fromkeys(domain.jobs[job].tenant for job in bucket.jobs))
         self._trip: Trip = (
             GatherTrip(bucket, domain, plan, links.shard, carve)
             if bucket.fused and links.shard is not None
-            else OwnerTrip(bucket, domain, links.shard, label, carve)
+            else OwnerTrip(bucket, domain, links, label, carve)
         )
         copies = [() if r == replica else self.mine for r in range(domain.grid.replicas)]
         self._copies = domain.grid.replicas - 1
@@ -59,6 +60,10 @@ class Shipment:
         """Start this rank's pieces on their way: what is to be orthogonalised, and whether it comes of a gradient."""
         foreach_copy_(self._trip.outbox, updates)
         self._trip.send(present)
+
+    def has_arrived(self) -> bool:
+        """Whether `receive` would not wait."""
+        return self._trip.has_arrived()
 
     def receive(self) -> list[int]:
         """Wait for the matrices of `stacks`. Returns the jobs for which some rank has a gradient."""
@@ -94,28 +99,28 @@ def lag_of(domain: Domain) -> Lag:
 
 
 def make_shipments(
-    plan: Plan, links: Sequence[Links], dtype: torch.dtype, device: torch.device
-) -> tuple[list[list[Shipment]], Tensor]:
-    """Shipments for each domain of `plan`, and the arena that holds the buffers of all of them.
+    plan: Plan, links: Sequence[Links], dtype: torch.dtype, device: torch.device, at_once: bool = False
+) -> tuple[list[list[Shipment]], int]:
+    """Shipments for each domain of `plan`, and the bytes of the arena that holds their buffers.
 
-    A domain's shipments take turns in as many slots as are on their way at once (`lag_of`); domains follow one another.
+    A domain's shipments take turns in as many slots as are on their way at once (`lag_of`), and domains, which follow
+    one another, share them; or, where all may be on their way `at_once`, each has a slot of its own.
     """
-    slots, room = 0, 0
+    slots: list[list[int]] = []
+    sizes: dict[int, int] = {}
     for domain, link in zip(plan.domains, links, strict=True):
-        slots = max(slots, min(lag_of(domain).apply + 1, len(domain.buckets)))
-        for number in range(len(domain.buckets)):
+        turns, first = lag_of(domain).apply + 1, len(sizes)
+        slots.append([first + n if at_once else n % turns for n in range(len(domain.buckets))])
+        for number, slot in enumerate(slots[-1]):
             ruler = Slot(dtype)
             Shipment(number, domain, plan, link, ruler.carve)
-            room = max(room, ruler.used)
-    arena = torch.empty(slots, room, dtype=dtype, device=device)
+            sizes[slot] = max(sizes.get(slot, 0), ruler.used)
+    arena = {slot: torch.empty(size, dtype=dtype, device=device) for slot, size in sizes.items()}
     shipments = [
-        [
-            Shipment(number, domain, plan, link, Slot(dtype, arena[number % slots]).carve)
-            for number in range(len(domain.buckets))
-        ]
-        for domain, link in zip(plan.domains, links, strict=True)
+        [Shipment(n, domain, plan, link, Slot(dtype, arena[slot]).carve) for n, slot in enumerate(numbers)]
+        for domain, link, numbers in zip(plan.domains, links, slots, strict=True)
     ]
-    return shipments, arena
+    return shipments, sum(buffer.nbytes for buffer in arena.values())
 
 
 def _label(number: int, bucket: Bucket, domain: Domain, plan: Plan) -> str:

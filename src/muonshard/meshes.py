@@ -57,9 +57,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """A domain's links: along the shards of this rank's replica, and across replicas; None where this rank is alone."""
+    """A domain's links; None where this rank would be alone.
+
+    Attributes:
+        shard: along the shards of this rank's replica, to the owners.
+        back: the same ranks, from the owners. Often the same group.
+        replica: across replicas.
+    """
 
     shard: Link | None
+    back: Link | None
     replica: Link | None
 
 
@@ -149,30 +156,45 @@ def make_links(grid: Grid, seat: Seat, groups: Sequence[dist.ProcessGroup]) -> L
     """The groups along this rank's row and column of `grid`: those of `groups` that fit, else new ones."""
     row = grid.ranks[seat.replica]
     column = tuple(by_shard[seat.shard] for by_shard in grid.ranks)
-    return Links(_make_link(row, groups), _make_link(column, groups))
+    along = _make_link(row, groups)
+    return Links(along, along, _make_link(column, groups))
+
+
+def make_links_apart(grid: Grid, seat: Seat, groups: Sequence[dist.ProcessGroup]) -> Links:
+    """As `make_links`, but ways there and back that nobody else uses: their order is then nobody else's business."""
+    row = grid.ranks[seat.replica]
+    across = make_links(grid, seat, groups).replica
+    if len(row) == 1:
+        return Links(None, None, across)
+    return Links(_order(row, _join(row, groups, "there")), _order(row, _join(row, groups, "back")), across)
 
 
 def _make_link(ranks: tuple[int, ...], groups: Sequence[dist.ProcessGroup]) -> Link | None:
     if len(ranks) == 1:
         return None
     known = [*groups, dist.group.WORLD]
-    group = next((g for g in known if set(dist.get_process_group_ranks(g)) == set(ranks)), None) or _join(ranks, groups)
+    group = next((g for g in known if set(dist.get_process_group_ranks(g)) == set(ranks)), None)
+    return _order(ranks, group or _join(ranks, groups, "joined"))
+
+
+def _order(ranks: tuple[int, ...], group: dist.ProcessGroup) -> Link:
     places = {rank: place for place, rank in enumerate(ranks)}
     return Link(group, tuple(places[rank] for rank in dist.get_process_group_ranks(group)))
 
 
-_JOINED: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_Joined = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]
+_JOINED: WeakKeyDictionary[dist.ProcessGroup, _Joined] = WeakKeyDictionary()
 
 
-def _join(ranks: tuple[int, ...], groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """A group of `ranks`, which several mesh axes span together. Made once for each world, by its members alone."""
+def _join(ranks: tuple[int, ...], groups: Sequence[dist.ProcessGroup], purpose: str) -> dist.ProcessGroup:
+    """A group of `ranks` for one purpose. Made once for each world, by its members alone."""
     world = dist.group.WORLD
     assert world is not None
     joined = _JOINED.setdefault(world, {})
-    key = tuple(sorted(ranks))
+    key = purpose, tuple(sorted(ranks))
     if key not in joined:
         timeout = _torch.group_timeout(groups[0])
-        joined[key] = dist.new_group(list(key), timeout=timeout, use_local_synchronization=True)
+        joined[key] = dist.new_group(list(key[1]), timeout=timeout, use_local_synchronization=True)
     return joined[key]
 
 

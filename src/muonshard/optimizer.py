@@ -9,7 +9,8 @@ One process with plain tensors goes the same way; nothing travels there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, Literal, cast
 
@@ -19,10 +20,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from muonshard.buckets import Exchange
-from muonshard.exchange import Lag, Shipment, lag_of, make_shipments
-from muonshard.meshes import local_gradient, local_part, make_links, this_rank
+from muonshard.exchange import Shipment, lag_of, make_shipments
+from muonshard.meshes import local_gradient, local_part, make_links, make_links_apart, this_rank
 from muonshard.orthogonalize import JORDAN, Orthogonalizer, flops, resolve
+from muonshard.overlap import Overlap
 from muonshard.owners import CostModel
+from muonshard.pipeline import Pipeline, Stages
 from muonshard.plan import Domain, Plan
 from muonshard.planner import MACHINES, make_plan
 from muonshard.shards import Load, Route, Shard, lr_ratio
@@ -67,6 +70,10 @@ class Muon(torch.optim.Optimizer):
         exchange: how matrices become whole: "owner" sends each to one rank and the update back, "allgather" gathers all
             of them everywhere in one fused collective and repeats the work (where one mesh axis cuts a parameter),
             "auto" takes for each bucket what a cost model finds quicker. The bits are the same.
+        overlap: "backward" sends and orthogonalises a bucket as soon as backward has made its gradients final; `step`
+            only applies. Every backward must then be followed by a step (see `accumulating` for micro-batches),
+            gradients must not be changed in between (no clipping, no unscaling: it is noticed, and an error), plain
+            tensors under DDP are refused, and all buckets have buffers at the same time.
         process_group: the ranks that hold plain tensors in common, under DistributedDataParallel.
         nonfinite: what happens to a matrix whose momentum has become infinite or NaN: "propagate" it, as torch does, or
             "skip" the matrix, which leaves its weights and momentum as they were on all ranks (see
@@ -93,6 +100,7 @@ class Muon(torch.optim.Optimizer):
         exchange_dtype: torch.dtype = torch.bfloat16,
         bucket_bytes: int = 64 << 20,
         exchange: Exchange = "auto",
+        overlap: Literal["backward"] | None = None,
         process_group: dist.ProcessGroup | None = None,
         nonfinite: Literal["propagate", "skip"] = "propagate",
     ) -> None:
@@ -104,16 +112,31 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"nonfinite must be 'propagate' or 'skip', got {nonfinite!r}")
         if exchange not in ("auto", "owner", "allgather"):
             raise ValueError(f"exchange must be 'auto', 'owner' or 'allgather', got {exchange!r}")
+        if overlap not in (None, "backward"):
+            raise ValueError(f"overlap must be None or 'backward', got {overlap!r}")
+        if overlap and exchange == "allgather":
+            raise ValueError("overlap='backward' needs exchange='owner': a fused all-gather would wait in backward")
+        if overlap and process_group is not None:
+            raise ValueError(
+                "overlap='backward' cannot be used with process_group: under DistributedDataParallel gradients are not "
+                "final when backward makes them, they are averaged afterwards"
+            )
         self._orthogonalize = orthogonalize
         self._exchange_dtype = exchange_dtype
         self._bucket_bytes = bucket_bytes
-        self._exchange: Exchange = exchange
+        self._exchange: Exchange = "owner" if overlap else exchange
+        self._overlaps = overlap is not None
+        self._overlap: Overlap | None = None
+        self._shards: dict[int, Shard] = {}
         self._process_group = process_group
         self._nonfinite = nonfinite
         self._adamw = torch.optim.AdamW([torch.zeros(1)])
         self._orthogonalizers: dict[Kind, Orthogonalizer] = {}
         self._signature: object = None
-        self._routes: list[tuple[list[Route], Lag]] = []
+        self._pipelines: list[Pipeline] | None = None
+        self._device = torch.device("meta")
+        self.arena_bytes = 0
+        """Memory of the exchange buffers on this rank: allocated at the first step, and kept."""
         self.skipped: Counter[str] = Counter()
         """How many matrices of each parameter were skipped so far: those that this rank holds a piece of."""
         defaults = {
@@ -136,11 +159,6 @@ class Muon(torch.optim.Optimizer):
         self._make_plan()
         return self._plan
 
-    @property
-    def arena_bytes(self) -> int:
-        """Memory of the exchange buffers on this rank: allocated at the first step, and kept."""
-        return self._arena.nbytes
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; on all ranks together, since the plan is made anew. States of other groups stay."""
         group = {**param_group}
@@ -154,6 +172,13 @@ class Muon(torch.optim.Optimizer):
         if self._signature is not None:
             self._make_plan()
 
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Under overlap="backward", `with optimizer.accumulating(): loss.backward()` for micro-batches before the last.
+
+        FSDP2's `set_requires_gradient_sync(False)` does without it: its gradients are made in the last backward alone.
+        """
+        return self._overlap.paused() if self._overlap is not None else nullcontext()
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters; on all ranks together. Returns the closure's loss, if there is a closure."""
@@ -162,34 +187,29 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._make_plan()
-        tenants = zip(self._survey.params, self._survey.tenants, strict=True)
-        shards = [self._shard(param, tenant.name) for param, tenant in tenants]
+        if self._overlap is not None:
+            self._overlap.check()
+        self._shards.update({tenant: self._shard(tenant) for tenant in range(len(self._survey.params))})
         self._step_adamw()
-        for routes, lag in self._routes_on(shards):
-            self._travel(routes, lag, shards)
+        for pipeline in self._pipelines_here():
+            pipeline.finish()
+        self._shards.clear()
+        if self._overlap is not None:
+            self._overlap.reset()
         return loss
 
-    def _travel(self, routes: Sequence[Route], lag: Lag, shards: Sequence[Shard]) -> None:
-        """Take a domain's buckets through the four stages, in step: one is computed while others are on their way."""
-        loads: dict[int, Load] = {}
-        for tick in range(len(routes) + lag.apply):
-            if tick < len(routes):
-                loads[tick] = self._send(routes[tick], shards)
-            if (turn := tick - lag.turn) in loads:
-                self._turn_round(loads[turn].route.shipment)
-            if (level := tick - lag.level) in loads:
-                loads[level].route.shipment.level()
-            if (apply := tick - lag.apply) in loads:
-                self._apply(loads.pop(apply))
-
-    def _send(self, route: Route, shards: Sequence[Shard]) -> Load:
+    def _send(self, route: Route) -> Load:
         """Momentum, on the shard, and its pieces on their way to the owners."""
-        load = Load(route, shards, skips=self._nonfinite == "skip")
+        for tenant in route.shipment.all_tenants:
+            if tenant not in self._shards:
+                self._shards[tenant] = self._shard(tenant)
+        load = Load(route, self._shards, skips=self._nonfinite == "skip", early=self._overlaps)
         route.shipment.send(load.updates(self.param_groups), load.present[: len(route.shipment.mine)])
         return load
 
-    def _turn_round(self, shipment: Shipment) -> None:
+    def _turn_round(self, load: Load) -> None:
         """The owned matrices, once they are whole: orthogonalised, and their pieces on their way back."""
+        shipment = load.route.shipment
         wanted = set(shipment.receive())
         dropped: list[int] = []
         for stack in shipment.stacks:
@@ -223,8 +243,9 @@ class Muon(torch.optim.Optimizer):
         if self._adamw.param_groups:
             self._adamw.step()
 
-    def _shard(self, param: Tensor, name: str) -> Shard:
+    def _shard(self, tenant: int) -> Shard:
         """This rank's part of a parameter, its momentum (made if there is none yet) and its gradient."""
+        param, name = self._survey.params[tenant], self._survey.tenants[tenant].name
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
@@ -242,7 +263,8 @@ class Muon(torch.optim.Optimizer):
             return
         settings = (
             f"orthogonalize={self._orthogonalize!r}, exchange_dtype={self._exchange_dtype}, "
-            f"bucket_bytes={self._bucket_bytes}, exchange={self._exchange!r}, nonfinite={self._nonfinite!r}"
+            f"bucket_bytes={self._bucket_bytes}, exchange={self._exchange!r}, overlaps={self._overlaps}, "
+            f"nonfinite={self._nonfinite!r}"
         )
         survey = take_survey(self.param_groups, self._process_group, self._cost_model, settings)
         device = local_part(survey.params[0]).device.type if survey.params else "cpu"
@@ -253,23 +275,31 @@ class Muon(torch.optim.Optimizer):
             self._bucket_bytes,
             self._exchange,
             MACHINES.get(device, MACHINES["cuda"]),
+            backwards=self._overlaps,
         )
-        self._links = [
-            make_links(domain.grid, domain.seat, survey.groups[domain.grid]) for domain in self._plan.domains
-        ]
-        self._survey, self._signature = survey, signature
-        self._routes, self._arena = [], torch.empty(0)
+        make = make_links_apart if self._overlaps else make_links
+        self._links = [make(domain.grid, domain.seat, survey.groups[domain.grid]) for domain in self._plan.domains]
+        self._survey, self._signature, self._pipelines = survey, signature, None
+        if self._overlap is not None:
+            self._overlap.remove()
+        if self._overlaps:
+            names = [tenant.name for tenant in survey.tenants]
+            self._overlap = Overlap(survey.params, names, self._pipelines_here)
 
-    def _routes_on(self, shards: Sequence[Shard]) -> list[tuple[list[Route], Lag]]:
-        """The buckets of each domain with their buffers, which are allocated where the shards live."""
-        device = shards[0].param.device if shards else torch.device("cpu")
-        if not self._routes or self._arena.device != device:
-            shipments, self._arena = make_shipments(self._plan, self._links, self._exchange_dtype, device)
-            self._routes = [
-                ([self._make_route(shipment, domain) for shipment in members], lag_of(domain))
+    def _pipelines_here(self) -> list[Pipeline]:
+        """The buckets of each domain, with buffers on the device where the shards live."""
+        device = local_part(self._survey.params[0]).device if self._survey.params else torch.device("cpu")
+        if self._pipelines is None or self._device != device:
+            shipments, self.arena_bytes = make_shipments(
+                self._plan, self._links, self._exchange_dtype, device, at_once=self._overlap is not None
+            )
+            stages = Stages(self._send, self._turn_round, lambda load: load.route.shipment.level(), self._apply)
+            self._pipelines = [
+                Pipeline([self._make_route(shipment, domain) for shipment in members], lag_of(domain), stages)
                 for members, domain in zip(shipments, self._plan.domains, strict=True)
             ]
-        return self._routes
+            self._device = device
+        return self._pipelines
 
     def _make_route(self, shipment: Shipment, domain: Domain) -> Route:
         groups = tuple(self._survey.group_of[tenant] for tenant in shipment.tenants)

@@ -25,11 +25,13 @@ def make_plan(
     bucket_bytes: int,
     exchange: Exchange = "auto",
     machine: Machine = MACHINES["cpu"],
+    backwards: bool = False,
 ) -> Plan:
     """The plan of `rank` for these tenants, `itemsize` bytes per element exchanged.
 
     A bucket holds at most `bucket_bytes` of any shard and of any owner's matrices (or, where it is gathered everywhere,
-    of all its matrices), or one matrix that is larger.
+    of all its matrices), or one matrix that is larger. Buckets are filled costliest matrix first, so that the last
+    compute is short, or `backwards`, from the last tenant to the first, as backward makes their gradients final.
 
     Raises:
         ValueError: a tenant cannot be read as matrices; the message names it.
@@ -37,7 +39,7 @@ def make_plan(
     grids: dict[Grid, list[int]] = {}
     for index, tenant in enumerate(tenants):
         grids.setdefault(tenant.grid, []).append(index)
-    terms = Terms(max(1, bucket_bytes // itemsize), itemsize, exchange, machine)
+    terms = Terms(max(1, bucket_bytes // itemsize), itemsize, exchange, machine, backwards)
     domains = (
         _make_domain(grid, grid.seats[rank], tenants, members, terms)
         for grid, members in sorted(grids.items(), key=lambda item: item[0].ranks)
@@ -61,7 +63,8 @@ def _make_domain(grid: Grid, seat: Seat, tenants: Sequence[Tenant], members: lis
         Job(tenant, work.matrix, owner, work.cost, _at_home(work, owner), tenants[tenant].kind)
         for tenant, work, owner in zip(homes, works, owners, strict=True)
     )
-    batches = make_batches(jobs, tenants, grid, longest_first(works), terms)
+    order = list(reversed(range(len(jobs)))) if terms.backwards else longest_first(works)
+    batches = make_batches(jobs, tenants, grid, order, terms)
     layouts = [tenant.layout for tenant in tenants]
     buckets = tuple(_make_bucket(batch, jobs, layouts, grid, seat, terms.itemsize) for batch in batches)
     return Domain(grid, seat, jobs, buckets)

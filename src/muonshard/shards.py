@@ -8,7 +8,7 @@ is computed aside, and momentum moves when the answer has come back with the upd
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -64,14 +64,22 @@ def lr_ratio(adjust_lr_fn: str | None, rows: int, cols: int, transposed: bool) -
 
 
 class Load:
-    """The shards' side of one bucket in a step."""
+    """The shards' side of one bucket in a step.
 
-    def __init__(self, route: Route, shards: Sequence[Shard], skips: bool) -> None:
+    Args:
+        route: the bucket.
+        shards: by tenant, at least those of the bucket.
+        skips: whether its owner may yet skip a matrix.
+        early: whether it is sent before the step, in which alone momentum may move.
+    """
+
+    def __init__(self, route: Route, shards: Mapping[int, Shard], skips: bool, early: bool = False) -> None:
         self.route = route
         held = [shards[tenant] for tenant in route.shipment.tenants]
         wheres = [piece.where for piece in route.shipment.pieces]
         self.present = [shard.grad is not None for shard in held]
         self.certain = [has and not skips for has in self.present]
+        self._moves = [certain and not early for certain in self.certain]
         self._params = [_view(shard.param, where) for shard, where in zip(held, wheres, strict=True)]
         self._momenta = [_view(shard.momentum, where) for shard, where in zip(held, wheres, strict=True)]
         self._grads = [
@@ -88,9 +96,9 @@ class Load:
         updates: dict[int, Tensor] = {}
         for index, members in self.route.by_group:
             momentum = groups[index]["momentum"]
-            self._move_momentum([i for i in members if self.certain[i]], momentum)
+            self._move_momentum([i for i in members if self._moves[i]], momentum)
             moved = dict(zip(members, _pick(self._momenta, members), strict=True))
-            aside = [i for i in members if i < mine and not self.certain[i]]
+            aside = [i for i in members if i < mine and not self._moves[i]]
             ahead = foreach_lerp(_pick(self._momenta, aside), _pick(self._grads, aside), 1 - momentum)
             moved |= zip(aside, ahead, strict=True)
             own = [i for i in members if i < mine]
@@ -103,7 +111,7 @@ class Load:
     def apply(self, updates: list[Tensor], kept: Sequence[bool], groups: Groups) -> None:
         """P <- (1 - lr weight_decay) P - lr ratio U for pieces that are kept, whose momentum moves if it has not."""
         for index, members in self.route.by_group:
-            late = [i for i in members if kept[i] and not self.certain[i]]
+            late = [i for i in members if kept[i] and not self._moves[i]]
             self._move_momentum(late, groups[index]["momentum"])
         for (index, ratio), members in self.route.by_ratio:
             chosen = [i for i in members if kept[i]]

@@ -19,7 +19,7 @@ from muonshard.hsdp import ParamLayoutSpec, ParamShardMeta, fused_allgather_dten
 from muonshard.hsdp.types import make_stage
 from muonshard.hsdp.wire import BufferCache
 from muonshard.layout import Layout
-from muonshard.meshes import Link
+from muonshard.meshes import Link, Links
 from muonshard.plan import Bucket, Domain, Plan
 from muonshard.wires import Carve, Stack, Transfer, Wire, make_stacks
 
@@ -40,6 +40,9 @@ class Trip(Protocol):
     def send(self, present: Sequence[bool]) -> None:
         """Start the pieces in `outbox` on their way; `present` says which of them come of a gradient."""
 
+    def has_arrived(self) -> bool:
+        """Whether `receive` would not wait."""
+
     def receive(self) -> list[int]:
         """Wait for the matrices in `stacks`. Returns the jobs for which some rank has a gradient."""
 
@@ -56,12 +59,12 @@ class Trip(Protocol):
 class OwnerTrip:
     """There and back: two all-to-alls."""
 
-    def __init__(self, bucket: Bucket, domain: Domain, link: Link | None, label: str, carve: Carve) -> None:
+    def __init__(self, bucket: Bucket, domain: Domain, links: Links, label: str, carve: Carve) -> None:
         self._me = domain.seat.shard
-        self._link = link if bucket.travels else None
+        self._link_there, self._link_back = (links.shard, links.back) if bucket.travels else (None, None)
         self._transfer = Transfer(label)
-        self._there = Wire([() if f == self._me else p for f, p in enumerate(bucket.outgoing)], link, carve)
-        self._here = Wire([() if f == self._me else p for f, p in enumerate(bucket.incoming)], link, carve)
+        self._there = Wire([() if f == self._me else p for f, p in enumerate(bucket.outgoing)], links.shard, carve)
+        self._here = Wire([() if f == self._me else p for f, p in enumerate(bucket.incoming)], links.shard, carve)
         self.stacks, boxes = make_stacks(bucket.owned, domain, carve)
         arriving = [p for f, pieces in enumerate(bucket.incoming) if f != self._me for p in pieces]
         self._here_jobs = [piece.job for piece in arriving]
@@ -82,7 +85,10 @@ class OwnerTrip:
         self._keep = dict.fromkeys(self._keep, False)
         for job, has in zip(self._stay_jobs, present[self._stays], strict=True):
             self._keep[job] |= has
-        self._transfer.start(self._here, self._there, self._link)
+        self._transfer.start(self._here, self._there, self._link_there)
+
+    def has_arrived(self) -> bool:
+        return self._transfer.is_done()
 
     def receive(self) -> list[int]:
         self._transfer.wait()
@@ -96,7 +102,7 @@ class OwnerTrip:
         self._keep.update(dict.fromkeys(dropped, False))
         foreach_copy_(self._here.pieces, self._here_boxes)
         self._here.write_flags([self._keep[job] for job in self._here_jobs])
-        self._transfer.start(self._there, self._here, self._link)
+        self._transfer.start(self._there, self._here, self._link_back)
 
     def settle(self) -> None:
         self._transfer.wait()
@@ -137,6 +143,9 @@ class GatherTrip:
         self._flags.zero_()
         for place in {place for place, has in zip(self._places, present, strict=True) if has}:
             self._flags[place] = 1
+
+    def has_arrived(self) -> bool:
+        return self._gather is None
 
     def receive(self) -> list[int]:
         if self._gather is not None:

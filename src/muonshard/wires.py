@@ -84,6 +84,10 @@ class Transfer:
                 target.flat, source.flat, target.splits, source.splits, group=link.group, async_op=True
             )
 
+    def is_done(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self) -> None:
         """Until what was started has arrived.
 
