@@ -13,6 +13,7 @@ from functools import cached_property
 from muonshard.layout import Layout, Overlap
 from muonshard.matrices import Matrix, MatrixRule
 from muonshard.owners import CostModel, Seat
+from muonshard.report import render
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,4 @@ class Plan:
         return trips + (grid.replicas > 1)
 
     def __str__(self) -> str:
-        from muonshard.report import render
-
         return render(self)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from muonshard.owners import Seat
-from muonshard.plan import Domain, Plan
+
+if TYPE_CHECKING:  # plans render themselves: at run time plan imports report
+    from muonshard.plan import Domain, Plan
 
 MASTER_ITEMSIZE = 4
 """Bytes per element when momentum is gathered as it is kept, in float32."""
