@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from muonshard.orthogonalize import resolve
 
 @dataclass(frozen=True)
 class Ours:
-    """`muonshard.Muon` with one of its orthogonalisers."""
+    """`muonshard.Muon` with one of its exchanges and one of its orthogonalisers."""
 
     name: str
+    exchange: Literal["auto", "owner", "allgather"] = "auto"
     orthogonalize: str = "newton_schulz"
     is_muon: bool = True
 
@@ -34,6 +36,7 @@ class Ours:
             momentum=recipe.momentum,
             ns_steps=recipe.steps,
             ns_coefficients=recipe.coefficients,
+            exchange=self.exchange,
             orthogonalize=self.orthogonalize,
         )
 

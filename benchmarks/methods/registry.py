@@ -23,6 +23,8 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         Ours("ours"),
+        Ours("ours-owner", exchange="owner"),
+        Ours("ours-allgather", exchange="allgather"),
         ComputeAlone("floor-ours", OurOrthogonalizer()),
         ComputeAlone("floor-standard", _standard),
         AdamW(),
