@@ -90,10 +90,8 @@ def _gather(shards: Sequence[Tensor], stages: Sequence[Stage], cache: BufferCach
                 for pair in unpack_views(wire, before, place, received, start + offset)
             ]
         _copy(pairs)
-        if stage.stride:
-            all_gather(
-                received.view(torch.uint8), received[start : start + stage.stride].view(torch.uint8), stage.group
-            )
+        mine = received[start : start + stage.stride]
+        all_gather(received.view(torch.uint8), mine.view(torch.uint8), stage.group)
         wire = received
     return wire
 

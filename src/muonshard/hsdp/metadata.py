@@ -54,6 +54,8 @@ def build_param_shard_metadata_for_group(hsdp_group: HSDPCommGroup) -> dict[Tens
         ValueError: shards that do not make up the parameter; on every rank of the shard group, after the collectives.
     """
     spec, params = hsdp_group.layout_spec, hsdp_group.params
+    if not params:
+        return {}
     shapes = [tuple(to_local_if_dtensor(param).shape) for param in params]
     faults = [_fault_of_order(param, spec) for param in params]
     stages: list[list[ParamShardStageMeta]] = [[] for _ in params]
@@ -84,7 +86,7 @@ def _gather_rows(
 ) -> list[list[list[int]]]:
     """[rank][parameter][value]: the rows of every rank of `group`."""
     ranks = dist.get_world_size(group)
-    if ranks == 1 or not rows:
+    if ranks == 1:
         return [[list(row) for row in rows]] * ranks
     mine = torch.tensor(rows, dtype=torch.int64, device=device)
     table = torch.empty((ranks, *mine.shape), dtype=torch.int64, device=device)
@@ -106,11 +108,11 @@ def _fault_of_order(param: Tensor, spec: ParamLayoutSpec) -> Fault:
 
 
 def _fault_of(stage: ParamShardStageMeta, split_factor: int) -> Fault:
-    def others(shape: Shape) -> Shape:
-        return shape[: stage.tensor_dim] + shape[stage.tensor_dim + 1 :]
-
-    if any(others(shape) != others(stage.entering_shape) for shape in stage.rank_shapes):
-        return Fault.NO_GRID
+    dim = stage.tensor_dim
+    for shape in stage.rank_shapes:
+        # FSDP2 gives a rank that tensor parallel left nothing a shard of size 0 in every dim
+        if shape[dim] and (*shape[:dim], *shape[dim + 1 :]) != (*stage.pad_shape[:dim], *stage.pad_shape[dim + 1 :]):
+            return Fault.NO_GRID
     if split_factor != 1 and stage.split_sizes != share_sizes(sum(stage.split_sizes), stage.shard_size, split_factor):
         return Fault.NOT_BY_FACTOR
     return Fault.NONE

@@ -88,12 +88,13 @@ def chunk_update_by_layout(
     update = global_update
     for stage in reversed(stages):
         update = _own_share(update, stage)
-    if update.shape != (shard := to_local_if_dtensor(param)).shape:
+    shard = to_local_if_dtensor(param)
+    if update.shape != shard.shape and (update.numel() or shard.numel()):
         raise ValueError(
-            f"this rank's slice has shape {tuple(update.shape)}, but its shard of the parameter of shape {expected} has "
-            f"{tuple(shard.shape)}: pass param_shard_meta, built since the shards last changed"
+            f"this rank's slice has shape {tuple(update.shape)}, but its shard of the parameter of shape {expected} "
+            f"has {tuple(shard.shape)}: pass param_shard_meta, built since the shards last changed"
         )
-    return update.contiguous()
+    return update.reshape(shard.shape).contiguous()
 
 
 def _own_share(whole: Tensor, stage: ParamShardStageMeta) -> Tensor:

@@ -96,15 +96,10 @@ class ParamShardStageMeta:
     split_sizes: Shape
     pad_shape: Shape
 
-    @property
-    def entering_shape(self) -> Shape:
-        """What this rank holds before the stage."""
-        return self.rank_shapes[self.cur_rank_in_shard_group]
-
     @cached_property
     def whole_shape(self) -> Shape:
         """What every rank of the axis holds after the stage."""
-        whole = list(self.entering_shape)
+        whole = list(self.pad_shape)  # a rank that holds nothing may not know the other dims
         whole[self.tensor_dim] = sum(self.split_sizes)
         return tuple(whole)
 

@@ -46,10 +46,13 @@ class Stage:
 
 
 def make_stage_wire(group: dist.ProcessGroup, metas: Sequence[ParamShardStageMeta], itemsize: int) -> Stage:
-    """Lay the tensors' padded shards end to end, each from a multiple of 512 bytes on."""
+    """Lay the tensors' padded shards end to end, each from a multiple of 512 bytes on.
+
+    Where all are empty a rank's part is one block all the same, so that every rank runs the same collectives.
+    """
     block = ALIGNMENT // itemsize
     ends = list(accumulate((-(-prod(meta.pad_shape) // block) * block for meta in metas), initial=0))
-    return Stage(group, metas, ends[:-1], ends[-1])
+    return Stage(group, metas, ends[:-1], ends[-1] or block)
 
 
 def take_buffer(cache: BufferCache, place: int, elements: int, like: Tensor) -> Tensor:
