@@ -136,9 +136,14 @@ def test_a_gradient_missing_on_one_rank_counts_as_zero_and_nobody_waits_in_backw
     assert pool.run(2, one_rank_lacks_a_gradient) == [[]] * 2
 
 
-def test_data_parallel_gradients_and_fused_gathers_are_refused() -> None:
-    params = [nn.Parameter(torch.ones(4, 4))]
-    with pytest.raises(ValueError, match="DistributedDataParallel"):
-        muonshard.Muon(params, overlap="backward", process_group=object())  # type: ignore[arg-type]
+def overlap_under_data_parallel() -> None:
+    muonshard.Muon([nn.Parameter(torch.ones(4, 4))], overlap="backward", process_group=dist.group.WORLD)
+
+
+def test_data_parallel_gradients_are_refused(pool: Pool) -> None:
+    assert all("DistributedDataParallel" in (error or "") for error in pool.failures(2, overlap_under_data_parallel))
+
+
+def test_fused_gathers_are_refused() -> None:
     with pytest.raises(ValueError, match="all-gather"):
-        muonshard.Muon(params, overlap="backward", exchange="allgather")
+        muonshard.Muon([nn.Parameter(torch.ones(4, 4))], overlap="backward", exchange="allgather")

@@ -23,9 +23,16 @@ def foreach_lerp_(starts: Tensors, ends: Tensors, weight: float) -> None:
 
 
 def foreach_mul_(tensors: Tensors, factor: float) -> None:
-    """`tensor.mul_(factor)` for each."""
-    if tensors:
-        torch._foreach_mul_(tensors, factor)
+    """`tensor.mul_(factor)` for each.
+
+    On CPU torch rounds the factor of a foreach call to the tensors' dtype first: in bfloat16, 0.9985 would become 1.
+    """
+    together = [tensor for tensor in tensors if tensor.dtype.itemsize > 2 or not tensor.is_cpu]
+    if together:
+        torch._foreach_mul_(together, factor)
+    for tensor in tensors:
+        if tensor.dtype.itemsize <= 2 and tensor.is_cpu:
+            tensor.mul_(factor)
 
 
 def foreach_add_(tensors: Tensors, others: Tensors, alpha: float) -> None:

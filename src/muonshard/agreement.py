@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from muonshard.meshes import this_rank
 
 T = TypeVar("T")
+
+HOPS = 2
+"""From how many circles away a rank hears of trouble: circles along the axes of one mesh are at most that far apart."""
 
 
 @dataclass
@@ -19,7 +24,8 @@ class Circle:
     """Ranks that share parameters, and what this rank says of them.
 
     Attributes:
-        groups: process groups that together reach all of the circle's ranks, in the same order on each.
+        groups: process groups that together reach all of the circle's ranks, in the same order on each; none if this
+            rank is alone in it.
         claims: (subject, text) for each thing that must be equal on all ranks, in an order that must be equal too.
         problems: what is wrong on this rank, whether the others agree or not.
     """
@@ -28,27 +34,61 @@ class Circle:
     claims: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def check(self) -> None:
-        """Compare with all ranks of the circle: one small collective per group when all is well.
+    def compare(self) -> list[str]:
+        """What is wrong on some rank or not the same on all, with the ranks: nothing, or the same text on every rank.
 
-        Raises:
-            ValueError: on every rank, if any rank has a problem or makes another claim; it names the subject and ranks.
+        One small collective per group when all is well.
         """
         digest = hashlib.sha256(repr(self.claims).encode()).hexdigest()
-        notes = self._gather((digest, bool(self.problems)))
+        notes = self.gather((digest, bool(self.problems)))
         if any(troubled for _, troubled in notes.values()):
-            raise ValueError(_describe_problems(self._gather(self.problems)))
+            return [_describe_problems(self.gather(self.problems))]
         if len({digest for digest, _ in notes.values()}) > 1:
-            raise ValueError(_describe_difference(self._gather(self.claims)))
+            return [_describe_difference(self.gather(self.claims))]
+        return []
 
-    def _gather(self, value: T) -> dict[int, T]:
-        """Every rank's value, by rank."""
+    def gather(self, value: T) -> dict[int, T]:
+        """Every rank's value, by rank.
+
+        Raises:
+            RuntimeError: ranks of the circle did not come in the time that their process group allows.
+        """
         values = {this_rank(): value}
         for group in self.groups:
             gathered: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(gathered, values, group=group)
+            try:
+                dist.all_gather_object(gathered, values, group=group)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{_name(dist.get_process_group_ranks(group))} could not compare their parameters: each must give "
+                    f"its part of {self.claims[-1][0]} to the optimizer, and make it when the others do. {error}"
+                ) from error
             values = {rank: value for part in gathered for rank, value in part.items()}
         return values
+
+
+def check(circles: Sequence[Circle]) -> None:
+    """Compare within every circle of this rank; then let circles that share ranks hear of each other's trouble.
+
+    Any two ranks must have their common circles in the same order.
+
+    Raises:
+        ValueError: on every rank of a circle in which, or near which, a rank has a problem or makes another claim; it
+            names the subject and the ranks.
+    """
+    troubles = [trouble for circle in circles for trouble in circle.compare()]
+    for _ in range(HOPS):
+        for circle in circles:
+            troubles = list(dict.fromkeys(text for heard in circle.gather(troubles).values() for text in heard))
+    if troubles:
+        raise ValueError("; ".join(troubles))
+
+
+def text_of(value: object) -> str:
+    """`repr`, but the same in every process and on every device: for numbers in tensors, and objects without a text."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return repr(value.item())
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def _describe_problems(problems: dict[int, list[str]]) -> str:

@@ -28,8 +28,9 @@ from muonshard.owners import CostModel
 from muonshard.pipeline import Pipeline, Stages
 from muonshard.plan import Domain, Plan
 from muonshard.planner import MACHINES, make_plan
+from muonshard.settings import Settings
 from muonshard.shards import Load, Route, Shard, lr_ratio
-from muonshard.survey import Kind, kind_of, rule_of, take_survey
+from muonshard.survey import Kind, rule_of, take_survey
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 
@@ -104,39 +105,10 @@ class Muon(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
         nonfinite: Literal["propagate", "skip"] = "propagate",
     ) -> None:
-        if not exchange_dtype.is_floating_point:
-            raise ValueError(f"exchange_dtype must be a floating point dtype, got {exchange_dtype}")
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-        if nonfinite not in ("propagate", "skip"):
-            raise ValueError(f"nonfinite must be 'propagate' or 'skip', got {nonfinite!r}")
-        if exchange not in ("auto", "owner", "allgather"):
-            raise ValueError(f"exchange must be 'auto', 'owner' or 'allgather', got {exchange!r}")
-        if overlap not in (None, "backward"):
-            raise ValueError(f"overlap must be None or 'backward', got {overlap!r}")
-        if overlap and exchange == "allgather":
-            raise ValueError("overlap='backward' needs exchange='owner': a fused all-gather would wait in backward")
-        if overlap and process_group is not None:
-            raise ValueError(
-                "overlap='backward' cannot be used with process_group: under DistributedDataParallel gradients are not "
-                "final when backward makes them, they are averaged afterwards"
-            )
-        self._orthogonalize = orthogonalize
-        self._exchange_dtype = exchange_dtype
-        self._bucket_bytes = bucket_bytes
-        self._exchange: Exchange = "owner" if overlap else exchange
-        self._overlaps = overlap is not None
-        self._overlap: Overlap | None = None
-        self._shards: dict[int, Shard] = {}
-        self._process_group = process_group
-        self._nonfinite = nonfinite
-        self._adamw = torch.optim.AdamW([torch.zeros(1)])
-        self._orthogonalizers: dict[Kind, Orthogonalizer] = {}
-        self._signature: object = None
-        self._pipelines: list[Pipeline] | None = None
-        self._device = torch.device("meta")
-        self.arena_bytes = 0
-        """Memory of the exchange buffers on this rank: allocated at the first step, and kept."""
+        self._settings = Settings(
+            orthogonalize, exchange_dtype, bucket_bytes, exchange, overlap, process_group, nonfinite
+        )
+        self._forget_plan()
         self.skipped: Counter[str] = Counter()
         """How many matrices of each parameter were skipped so far: those that this rank holds a piece of."""
         defaults = {
@@ -153,6 +125,31 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"algorithm": "muon", **defaults})
         self._make_plan()
 
+    def _forget_plan(self) -> None:
+        """Nothing is known yet of the parameters: as before the first plan, or in a copy of an optimizer."""
+        self._adamw = torch.optim.AdamW([torch.zeros(1)])
+        self._orthogonalizers: dict[Kind, Orthogonalizer] = {}
+        self._signature: object = None
+        self._overlap: Overlap | None = None
+        self._shards: dict[int, Shard] = {}
+        self._pipelines: list[Pipeline] | None = None
+        self._device = torch.device("meta")
+        self.arena_bytes = 0
+        """Memory of the exchange buffers on this rank: allocated at the first step, and kept."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy starts from; it makes its own plan when it first needs one."""
+        return {**super().__getstate__(), "_settings": self._settings, "skipped": self.skipped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take up a state: of a copy, or in `load_state_dict`, where groups of torch's Muon get our other options."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            if "algorithm" not in group:
+                group |= {"algorithm": "adamw"} if "betas" in group else {**self.defaults, **group}
+        if "_adamw" not in self.__dict__:
+            self._forget_plan()
+
     @property
     def plan(self) -> Plan:
         """Who owns what, what travels and what it costs; `print` it. Made anew when groups or their options change."""
@@ -161,16 +158,19 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; on all ranks together, since the plan is made anew. States of other groups stay."""
-        group = {**param_group}
-        if group.setdefault("algorithm", "muon") == "adamw":
-            super().add_param_group({**self._adamw.defaults, **group})
+        before = len(self.param_groups)
+        if param_group.get("algorithm") == "adamw":
+            super().add_param_group({**self._adamw.defaults, **param_group})
             for key in self.defaults.keys() - self._adamw.defaults.keys() - {"algorithm"}:
                 del self.param_groups[-1][key]
         else:
-            check_options({**self.defaults, **group})
-            super().add_param_group(group)
+            super().add_param_group({**param_group})
         if self._signature is not None:
-            self._make_plan()
+            try:
+                self._make_plan()
+            except ValueError:
+                del self.param_groups[before:]
+                raise
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Under overlap="backward", `with optimizer.accumulating(): loss.backward()` for micro-batches before the last.
@@ -203,7 +203,9 @@ class Muon(torch.optim.Optimizer):
         for tenant in route.shipment.all_tenants:
             if tenant not in self._shards:
                 self._shards[tenant] = self._shard(tenant)
-        load = Load(route, self._shards, skips=self._nonfinite == "skip", early=self._overlaps)
+        load = Load(
+            route, self._shards, skips=self._settings.nonfinite == "skip", early=self._settings.overlap is not None
+        )
         route.shipment.send(load.updates(self.param_groups), load.present[: len(route.shipment.mine)])
         return load
 
@@ -214,7 +216,7 @@ class Muon(torch.optim.Optimizer):
         dropped: list[int] = []
         for stack in shipment.stacks:
             rows = [row for row, job in enumerate(stack.jobs) if job in wanted]
-            if self._nonfinite == "skip":
+            if self._settings.nonfinite == "skip":
                 finite = stack.tensor.isfinite().flatten(1).all(1).tolist()
                 dropped += [stack.jobs[row] for row in rows if not finite[row]]
                 rows = [row for row in rows if finite[row]]
@@ -230,7 +232,7 @@ class Muon(torch.optim.Optimizer):
         updates = load.route.shipment.updates()
         kept = load.certain if all(load.certain) else load.route.shipment.kept()
         load.apply(updates, kept, self.param_groups)
-        if self._nonfinite == "skip":
+        if self._settings.nonfinite == "skip":
             shipment = load.route.shipment
             pieces = zip(shipment.tenants, shipment.pieces, load.present, kept, strict=True)
             dropped = {(tenant, piece.job) for tenant, piece, has, keep in pieces if has and not keep}
@@ -255,34 +257,29 @@ class Muon(torch.optim.Optimizer):
 
     def _make_plan(self) -> None:
         """Make the plan if there is none yet, or if groups or what it depends on have changed since."""
-        signature = [
-            (group["algorithm"], len(group["params"]), group["algorithm"] == "muon" and plan_options(group))
-            for group in self.param_groups
-        ]
+        signature = [None if group["algorithm"] == "adamw" else plan_options(group) for group in self.param_groups]
         if signature == self._signature:
             return
-        settings = (
-            f"orthogonalize={self._orthogonalize!r}, exchange_dtype={self._exchange_dtype}, "
-            f"bucket_bytes={self._bucket_bytes}, exchange={self._exchange!r}, overlaps={self._overlaps}, "
-            f"nonfinite={self._nonfinite!r}"
+        settings = self._settings
+        survey = take_survey(
+            self.param_groups, settings.process_group, self._cost_model, str(settings), list(settings.problems())
         )
-        survey = take_survey(self.param_groups, self._process_group, self._cost_model, settings)
         device = local_part(survey.params[0]).device.type if survey.params else "cpu"
         self._plan = make_plan(
             survey.tenants,
             this_rank(),
-            self._exchange_dtype.itemsize,
-            self._bucket_bytes,
-            self._exchange,
+            settings.exchange_dtype.itemsize,
+            settings.bucket_bytes,
+            settings.way,
             MACHINES.get(device, MACHINES["cuda"]),
-            backwards=self._overlaps,
+            backwards=settings.overlap is not None,
         )
-        make = make_links_apart if self._overlaps else make_links
+        make = make_links_apart if settings.overlap else make_links
         self._links = [make(domain.grid, domain.seat, survey.groups[domain.grid]) for domain in self._plan.domains]
         self._survey, self._signature, self._pipelines = survey, signature, None
         if self._overlap is not None:
             self._overlap.remove()
-        if self._overlaps:
+        if settings.overlap:
             names = [tenant.name for tenant in survey.tenants]
             self._overlap = Overlap(survey.params, names, self._pipelines_here)
 
@@ -291,7 +288,7 @@ class Muon(torch.optim.Optimizer):
         device = local_part(self._survey.params[0]).device if self._survey.params else torch.device("cpu")
         if self._pipelines is None or self._device != device:
             shipments, self.arena_bytes = make_shipments(
-                self._plan, self._links, self._exchange_dtype, device, at_once=self._overlap is not None
+                self._plan, self._links, self._settings.exchange_dtype, device, at_once=self._overlap is not None
             )
             stages = Stages(self._send, self._turn_round, lambda load: load.route.shipment.level(), self._apply)
             self._pipelines = [
@@ -316,27 +313,13 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalizer(self, kind: Kind) -> Orthogonalizer:
         if kind not in self._orthogonalizers:
             coefficients, steps, eps = kind
-            self._orthogonalizers[kind] = resolve(self._orthogonalize, coefficients=coefficients, steps=steps, eps=eps)
+            self._orthogonalizers[kind] = resolve(
+                self._settings.orthogonalize, coefficients=coefficients, steps=steps, eps=eps
+            )
         return self._orthogonalizers[kind]
-
-
-def check_options(group: dict[str, Any]) -> None:
-    """Raise ValueError, as torch.optim.Muon does, for a Muon group whose options are out of range."""
-    if group["algorithm"] != "muon":
-        raise ValueError(f"algorithm must be 'muon' or 'adamw', got {group['algorithm']!r}")
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError("a tensor lr must have one element")
-    for key in ("lr", "momentum", "weight_decay"):
-        if not group[key] >= 0.0:
-            raise ValueError(f"{key} must be >= 0, got {group[key]}")
-    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-        raise ValueError(f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}")
-    if not 0 <= group["ns_steps"] < 100:
-        raise ValueError(f"ns_steps must be at least 0 and below 100, got {group['ns_steps']}")
-    if len(group["ns_coefficients"]) != 3:
-        raise ValueError(f"ns_coefficients must be three numbers, got {group['ns_coefficients']}")
 
 
 def plan_options(group: dict[str, Any]) -> tuple[object, ...]:
     """What of a Muon group the plan and the routes depend on."""
-    return rule_of(group), kind_of(group), group["adjust_lr_fn"]
+    options = tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"], group["adjust_lr_fn"]
+    return tuple(map(id, group["params"])), rule_of(group), options

@@ -115,10 +115,10 @@ class Load:
             self._move_momentum(late, groups[index]["momentum"])
         for (index, ratio), members in self.route.by_ratio:
             chosen = [i for i in members if kept[i]]
-            lr = float(groups[index]["lr"])
+            lr = groups[index]["lr"]  # a tensor's products are rounded in its own dtype, as torch.optim.Muon does
             params = _pick(self._params, chosen)
-            foreach_mul_(params, 1 - lr * groups[index]["weight_decay"])
-            _add(params, _pick(updates, chosen), -(lr * ratio))
+            foreach_mul_(params, float(1 - lr * groups[index]["weight_decay"]))
+            _add(params, _pick(updates, chosen), -float(lr * ratio))
 
     def _move_momentum(self, places: list[int], momentum: float) -> None:
         foreach_lerp_(_pick(self._momenta, places), _pick(self._grads, places), 1 - momentum)

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonshard.agreement import Circle
+from muonshard.agreement import Circle, check, text_of
 from muonshard.matrices import MatrixRule, find_matrices
-from muonshard.meshes import Residence, find_residence
+from muonshard.meshes import Distributed, Residence, find_residence
 from muonshard.owners import CostModel
 from muonshard.plan import Grid, Tenant
 
@@ -26,6 +26,9 @@ Kind = tuple[tuple[float, float, float], int, float]
 
 CLAIMED = ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn")
 """Options that do not change the plan, but that shards of one parameter must share."""
+
+ADAMW_OPTIONS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+"""Options of AdamW that decide its numbers."""
 
 
 @dataclass
@@ -64,60 +67,87 @@ def take_survey(
     process_group: dist.ProcessGroup | None,
     costs: Callable[[Kind], CostModel],
     settings: str,
+    faults: Sequence[str] = (),
 ) -> Survey:
-    """Look at every Muon parameter, and let all ranks that share some compare what they found.
+    """Look at every parameter, and let all ranks that share some compare what they found.
 
     Args:
         groups: the optimizer's parameter groups.
         process_group: the ranks that plain tensors are replicated over, if any.
         costs: the cost model for matrices of a kind.
         settings: the optimizer's own options, as text, for the comparison.
+        faults: what is wrong with them on this rank.
 
     Raises:
         ValueError: on every rank that shares parameters with the one where something is wrong or different; it names
             the parameter, what was found and what to do.
     """
     survey = Survey()
-    circles: dict[tuple[int, ...], Circle] = {}
-    homeless: list[str] = []
+    circles: dict[tuple[int, ...], Circle] = {(): Circle([])}
     if process_group is not None:
         circles[tuple(sorted(dist.get_process_group_ranks(process_group)))] = Circle([process_group])
-    for index, name, param in _muon_parameters(groups):
+    broken = {index: problems for index, group in enumerate(groups) if (problems := list(option_problems(group)))}
+    everywhere = [*faults, *(f"parameter group {index}: {text}" for index, texts in broken.items() for text in texts)]
+    for index, name, param in _named_parameters(groups):
         group = groups[index]
+        circle = _circle_of(param, circles, process_group)
+        if circle is None or faults or index in broken:
+            continue
+        if group["algorithm"] == "adamw":
+            circle.claims.append((name, _adamw_claim(param, group)))
+            continue
         try:
             residence = find_residence(param, process_group)
         except ValueError as error:
-            homeless.append(f"{name} {error}")
+            circle.problems.append(f"{name} {error}")
             continue
-        if residence is None:
-            continue
-        problems = [f"{name} {problem}" for problem in _problems(param, group)]
-        if not residence.groups:
-            homeless += problems
-        else:
-            circle = circles.setdefault(_ranks(residence), Circle(_circle_groups(residence)))
-            circle.claims.append((name, _claim(param, group, residence)))
-            circle.problems += problems
+        assert residence is not None  # this rank is in the parameter's circle
+        circle.problems += [f"{name} {problem}" for problem in _problems(param, group)]
+        circle.claims.append((name, _claim(param, group, residence)))
         survey.params.append(param)
         survey.group_of.append(index)
         survey.groups[residence.grid] = residence.groups
-        kind = kind_of(group)
-        family = (residence.placements, param.ndim)
+        kind, family = kind_of(group), (residence.placements, param.ndim)
         survey.tenants.append(Tenant(name, residence.layout, residence.grid, rule_of(group), costs(kind), kind, family))
-    for _, circle in sorted(circles.items()) or [((), Circle([]))]:
+    for ranks, circle in circles.items():
         circle.claims.insert(0, ("the optimizer", settings))
-        circle.problems += homeless
-        circle.check()
+        if ranks or len(circles) == 1:
+            circle.problems += everywhere
+    check([circle for _, circle in sorted(circles.items())])
     return survey
 
 
-def _muon_parameters(groups: Sequence[Group]) -> Iterator[tuple[int, str, Tensor]]:
+def option_problems(group: Group) -> Iterator[str]:
+    """What is wrong with the options of a group, as torch's own optimizers would say."""
+    if group["algorithm"] == "adamw":
+        try:
+            torch.optim.AdamW([torch.zeros(1)], **{key: group[key] for key in ADAMW_OPTIONS})
+        except (ValueError, RuntimeError) as error:
+            yield str(error)
+        return
+    if group["algorithm"] != "muon":
+        yield f"algorithm must be 'muon' or 'adamw', got {group['algorithm']!r}"
+        return
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        yield "a tensor lr must have one element"
+    else:
+        for key in ("lr", "momentum", "weight_decay"):
+            if not group[key] >= 0.0:
+                yield f"{key} must be >= 0, got {text_of(group[key])}"
+    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+        yield f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}"
+    if not 0 <= group["ns_steps"] < 100:
+        yield f"ns_steps must be at least 0 and below 100, got {group['ns_steps']}"
+    if len(group["ns_coefficients"]) != 3:
+        yield f"ns_coefficients must be three numbers, got {group['ns_coefficients']}"
+
+
+def _named_parameters(groups: Sequence[Group]) -> Iterator[tuple[int, str, Tensor]]:
     """(group index, name, parameter) of each; parameters without a name are called by their place."""
     for index, group in enumerate(groups):
-        if group["algorithm"] == "muon":
-            names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
-            for name, param in zip(names, group["params"], strict=True):
-                yield index, name, param
+        names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
+        for name, param in zip(names, group["params"], strict=True):
+            yield index, name, param
 
 
 def _problems(param: Tensor, group: Group) -> Iterator[str]:
@@ -131,18 +161,34 @@ def _problems(param: Tensor, group: Group) -> Iterator[str]:
         yield f"cannot be read as matrices: {error}"
 
 
-def _ranks(residence: Residence) -> tuple[int, ...]:
-    return tuple(sorted(rank for row in residence.grid.ranks for rank in row))
-
-
-def _circle_groups(residence: Residence) -> Sequence[dist.ProcessGroup]:
-    """The world's group where the circle is the world: then ranks that disagree about their meshes still meet."""
+def _circle_of(
+    param: Tensor, circles: dict[tuple[int, ...], Circle], process_group: dist.ProcessGroup | None
+) -> Circle | None:
+    """The circle of the ranks that share a parameter: of this process alone if no other does, None if it does not."""
+    groups: Sequence[dist.ProcessGroup]
+    if isinstance(param, Distributed):
+        mesh = param.device_mesh
+        if mesh.get_coordinate() is None:
+            return None
+        ranks, groups = mesh.mesh.flatten().tolist(), [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    elif process_group is not None:
+        ranks, groups = dist.get_process_group_ranks(process_group), [process_group]
+    else:
+        return circles[()]
     world = dist.group.WORLD
-    return [world] if world is not None and len(_ranks(residence)) == dist.get_world_size() else residence.groups
+    if world is not None and len(ranks) == dist.get_world_size():
+        groups = [world]  # ranks that disagree about the shape of their mesh still meet
+    return circles.setdefault(tuple(sorted(ranks)), Circle(groups))
+
+
+def _adamw_claim(param: Tensor, group: Group) -> str:
+    options = ", ".join(f"{key}={text_of(group[key])}" for key in ADAMW_OPTIONS)
+    placements = tuple(param.placements) if isinstance(param, Distributed) else "whole"
+    return f"of shape {tuple(param.shape)}, {param.dtype}, {placements}, for AdamW, {options}"
 
 
 def _claim(param: Tensor, group: Group, residence: Residence) -> str:
-    options = ", ".join(f"{key}={group[key]!r}" for key in CLAIMED)
+    options = ", ".join(f"{key}={text_of(group[key])}" for key in CLAIMED)
     return (
         f"of shape {tuple(param.shape)}, {param.dtype}, {residence.placements} on ranks {_grid_text(residence.grid)}, "
         f"{rule_of(group)}, {kind_of(group)}, {options}"
