@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,7 +80,8 @@ def test_the_example_runs_as_a_script_and_the_loss_falls() -> None:
         "MASTER_PORT": "0",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "examples/custom_optimizer.py"]
+    script = Path(__file__).parents[1] / "examples" / "custom_optimizer.py"
+    command = [sys.executable, str(script)]
     done = subprocess.run(command, env=os.environ | one_process, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
