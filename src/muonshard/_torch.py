@@ -60,3 +60,9 @@ def group_timeout(group: Any) -> timedelta | None:
     except (AttributeError, RuntimeError):
         return None
     return timeout if isinstance(timeout, timedelta) else None
+
+
+def memberships() -> int:
+    """How many process groups this process is in; 0 where this torch does not say."""
+    world = getattr(torch.distributed.distributed_c10d, "_world", None)
+    return len(getattr(world, "pg_names", ()))

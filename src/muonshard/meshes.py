@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -187,15 +188,40 @@ _JOINED: WeakKeyDictionary[dist.ProcessGroup, _Joined] = WeakKeyDictionary()
 
 
 def _join(ranks: tuple[int, ...], groups: Sequence[dist.ProcessGroup], purpose: str) -> dist.ProcessGroup:
-    """A group of `ranks` for one purpose. Made once for each world, by its members alone."""
+    """A group of `ranks` for one purpose. Made once for each world, by all ranks that `groups` reach at once."""
     world = dist.group.WORLD
     assert world is not None
     joined = _JOINED.setdefault(world, {})
     key = purpose, tuple(sorted(ranks))
+    memberships = _most(_torch.memberships(), groups)
     if key not in joined:
-        timeout = _torch.group_timeout(groups[0])
-        joined[key] = dist.new_group(list(key[1]), timeout=timeout, use_local_synchronization=True)
+        joined[key] = _new_group(list(key[1]), memberships, _torch.group_timeout(groups[0]))
     return joined[key]
+
+
+def _new_group(ranks: list[int], memberships: int, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A group made by its members alone.
+
+    Each finds the others by a name that torch makes of `ranks` and of the number of groups that the process is in: who
+    is in fewer than the others would wait for ever, and so joins groups of its own until it is in as many.
+    """
+    own = [
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        for _ in range(memberships - _torch.memberships())
+    ]
+    group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    for dummy in own:
+        dist.destroy_process_group(dummy)
+    return group
+
+
+def _most(value: int, groups: Sequence[dist.ProcessGroup]) -> int:
+    """The largest of the values of all ranks that `groups` reach."""
+    for group in groups:
+        values: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+        value = max(values)
+    return value
 
 
 def _check_shard(tensor: Tensor, residence: Residence) -> None:
