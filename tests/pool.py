@@ -141,7 +141,9 @@ def _serve(rank: int, pipe: Connection) -> None:
 
 def _join(rank: int, world: int, rendezvous: str, timeout: timedelta) -> None:
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     if dist.is_initialized():
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it would give new DTensors the mesh, and so the groups, of the world before
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timeout)
