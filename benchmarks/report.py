@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import RankResult
@@ -109,14 +108,6 @@ sent: by each rank, mean over ranks (benchmarks/wire.py says how it is counted);
 GFLOP: all ranks together; extra: beyond weights, gradients and state, on the rank that takes most;
 off 1 process: largest difference of a weight, after two steps, from the same method in one process (for other
 libraries: from torch.optim.Muon there); off torch: from torch.optim.Muon in one process."""
-
-
-def print_report(results: Sequence[CaseResult], ours: str | None, console: Console) -> None:
-    """All tables, and what their columns mean."""
-    for result in results:
-        console.print(table_of(result, ours))
-        console.print()
-    console.print(EXPLANATION)
 
 
 def json_of(results: Sequence[CaseResult], ours: str | None) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks.methods.registry import METHODS, find
 from benchmarks.problem import MESHES, SETS
-from benchmarks.report import json_of, print_report
+from benchmarks.report import EXPLANATION, json_of, table_of
 from benchmarks.world import Case, CaseResult, run_case
 
 OURS = "ours"
@@ -69,10 +69,15 @@ def main() -> None:
     names = [name for name in asked.methods or METHODS if name not in asked.without] + asked.plugin
     for name in names:
         find(name)  # a misspelt name ends here, before anything runs
-    results = [_run(case, console) for case in _cases(asked, names)]
-    print_report(results, OURS if OURS in names else None, console)
-    if asked.json is not None:
-        asked.json.write_text(json_of(results, OURS if OURS in names else None))
+    ours = OURS if OURS in names else None
+    results = []
+    for case in _cases(asked, names):
+        results.append(_run(case, console))
+        console.print(table_of(results[-1], ours))
+        console.print()
+        if asked.json is not None:
+            asked.json.write_text(json_of(results, ours))
+    console.print(EXPLANATION)
 
 
 if __name__ == "__main__":
