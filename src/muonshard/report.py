@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from muonshard.owners import Seat
-
 if TYPE_CHECKING:  # plans render themselves: at run time plan imports report
     from muonshard.plan import Domain, Plan
 
@@ -21,8 +19,8 @@ def render(plan: Plan) -> str:
     lines = [f"Muon plan of rank {plan.rank}: {_count(plan)}"]
     for domain in plan.domains:
         lines += ["", *_domain(domain)]
-    lines += ["", f"{'per step':<34}{'bytes sent by this rank':>26}{'TFLOPs on the busiest rank':>30}"]
-    lines += [f"{name:<34}{_bytes(sent):>26}{flops / 1e12:>30.4g}" for name, sent, flops in _rivals(plan)]
+    lines += ["", f"{'per step':<34}{'sent by this rank':>20}{'work of the busiest rank':>28}"]
+    lines += [f"{name:<34}{scaled(sent, 'B'):>20}{scaled(flops, 'FLOP'):>28}" for name, sent, flops in _rivals(plan)]
     return "\n".join(lines)
 
 
@@ -31,38 +29,43 @@ def _count(plan: Plan) -> str:
     elements = sum(domain.elements for domain in plan.domains)
     buckets = sum(len(domain.buckets) for domain in plan.domains)
     return (
-        f"{matrices:,} matrices ({elements:,} elements) in {len(plan.tenants):,} parameters, "
-        f"{buckets} buckets, {plan.collectives} collectives per step"
+        f"{_many(matrices, 'matrix', 'matrices')} ({elements:,} elements) in {_many(len(plan.tenants), 'parameter')}, "
+        f"{_many(buckets, 'bucket')}, {_many(plan.collectives, 'collective')} per step"
     )
 
 
 def _domain(domain: Domain) -> list[str]:
     grid = domain.grid
     shapes = Counter((job.matrix.rows, job.matrix.cols) for job in domain.jobs)
-    shown = ", ".join(f"{count} x ({rows}, {cols})" for (rows, cols), count in shapes.most_common(4))
+    shown = ", ".join(f"{count:,} x ({rows}, {cols})" for (rows, cols), count in shapes.most_common(4))
     more = len(shapes) - 4
-    owned = Counter(job.owner for job in domain.jobs)
     home = sum(job.at_home for job in domain.jobs)
-    return [
-        f"on {grid.replicas} replicas x {grid.shards} shards: {shown}"
-        + (f" and {more} more shapes" if more > 0 else ""),
-        f"  {home} of {len(domain.jobs)} matrices lie whole with their owners and do not travel to be orthogonalised",
-        *_loads(domain, owned),
+    fused = sum(len(bucket.jobs) for bucket in domain.buckets if bucket.fused)
+    lines = [
+        f"on {_many(grid.replicas, 'replica')} x {_many(grid.shards, 'shard')}: {shown or 'no elements'}"
+        + (f" and {_many(more, 'more shape')}" if more > 0 else ""),
+        f"  {home:,} of {len(domain.jobs):,} lie whole with their owners and do not travel to be orthogonalised",
     ]
+    if fused:
+        lines.append(f"  {fused:,} are gathered everywhere, and orthogonalised by every rank of their owner's replica")
+    return lines + _loads(domain)
 
 
-def _loads(domain: Domain, owned: Counter[Seat]) -> list[str]:
+def _loads(domain: Domain) -> list[str]:
     """Owners' loads: each on small grids, the spread on large ones."""
+    owned = Counter(job.owner for job in domain.jobs)
     loads = domain.loads()
     mean = sum(loads.values()) / len(loads)
+    if mean == 0:
+        return ["  nothing to compute"]
     if len(loads) > 8:
         return [
             f"  owners' loads: {min(loads.values()) / mean:.2f} to {max(loads.values()) / mean:.2f} of the mean, "
-            f"{mean / 1e9:.4g} GFLOPs; this rank owns {owned[domain.seat]}"
+            f"{scaled(mean, 'FLOP')}; this rank owns {owned[domain.seat]:,}"
         ]
     return [
-        f"  rank {domain.grid.rank(seat)} owns {owned[seat]:,} matrices, {load / 1e9:.4g} GFLOPs "
-        f"({load / mean:.0%} of the mean)" + (" <- this rank" if seat == domain.seat else "")
+        f"  rank {domain.grid.rank(seat)} owns {owned[seat]:,}, {scaled(load, 'FLOP')} ({load / mean:.0%} of the mean)"
+        + (" <- this rank" if seat == domain.seat else "")
         for seat, load in sorted(loads.items(), key=lambda item: domain.grid.rank(item[0]))
     ]
 
@@ -80,9 +83,13 @@ def _rivals(plan: Plan) -> list[tuple[str, float, float]]:
     ]
 
 
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:,.4g} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
+def _many(count: int, one: str, several: str = "") -> str:
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
+
+
+def scaled(value: float, unit: str) -> str:
+    """With the prefix that leaves one to three digits before the point."""
+    prefixes = ["", "k", "M", "G", "T", "P", "E"]
+    while value >= 999.5 and len(prefixes) > 1:
+        value, prefixes = value / 1000, prefixes[1:]
+    return f"{value:,.4g} {prefixes[0]}{unit}"
