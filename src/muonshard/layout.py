@@ -12,7 +12,8 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import accumulate, product
+from operator import mul
 
 Box = tuple[tuple[int, int], ...]
 """A (start, stop) range of indices for each dim of a tensor."""
@@ -24,8 +25,8 @@ Slices = tuple[slice, ...]
 class Cut:
     """A mesh axis that cuts `dim`, as `Shard(dim)` does, or as `_StridedShard(dim, split_factor)` does.
 
-    A strided cut first splits the dim into `split_factor` pieces, then gives every coordinate its chunk of each piece:
-    how the dim looks to the outer axis when an inner axis has been cutting it already (FSDP2 over tensor parallel).
+    A strided cut is made when inner axes have cut the dim into `split_factor` pieces already (FSDP2 over tensor
+    parallel): each piece is chunked. Where no inner axes make so many pieces, they are chunks of the dim.
     """
 
     dim: int
@@ -124,9 +125,9 @@ class Layout:
         return (sum(keys) for keys in product(*touching))
 
     def largest_holders(self, box: Box) -> list[int]:
-        """The shards that hold no less of `box` than any other, in order."""
+        """The shards that hold no less of `box` than any other."""
         best = [_largest_shares(split, *span) for split, span in zip(self.dims, box, strict=True)]
-        return sorted(sum(keys) for keys in product(*best))
+        return [sum(keys) for keys in product(*best)]
 
     def overlaps(self, shard: int, box: Box) -> list[Overlap]:
         """Where `shard` and `box` meet, in row-major order of the runs; empty where they do not."""
@@ -152,7 +153,7 @@ class Layout:
 def make_layout(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Layout:
     """The layout of a tensor of `shape` on a mesh, one placement for each mesh axis.
 
-    Several axes may cut one dim: they cut it in mesh order, as DTensor does.
+    Several axes may cut one dim: they cut it in mesh order, but for strided cuts, as DTensor does.
 
     Raises:
         ValueError: a placement for each axis is missing, or a cut names a dim the tensor does not have.
@@ -170,10 +171,24 @@ def make_layout(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements:
             shards *= size
     axes.reverse()
     dims = tuple(
-        _split_dim(length, [(size, stride, factor) for d, size, stride, factor in axes if d == dim])
+        _split_dim(length, _in_order([(size, stride, factor) for d, size, stride, factor in axes if d == dim]))
         for dim, length in enumerate(shape)
     )
     return Layout(shape, shards, dims, tuple(axis[:3] for axis in axes))
+
+
+def _in_order(axes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The (axis size, stride, split factor) of a dim's cuts in the order in which they are made.
+
+    Where every strided cut can follow inner cuts that make its pieces, all are plain cuts in that order.
+    """
+    order: list[tuple[int, int, int]] = []
+    for size, stride, factor in reversed(axes):
+        pieces = list(accumulate((inner for inner, _, _ in order), mul, initial=1))
+        if factor not in pieces:
+            return axes
+        order.insert(pieces.index(factor), (size, stride, 1))
+    return order
 
 
 def _split_dim(length: int, axes: list[tuple[int, int, int]]) -> DimSplit:
