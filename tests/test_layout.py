@@ -47,10 +47,7 @@ def cut_up(array: Array, parts: int, index: int, dim: int, factor: int) -> Array
 def in_order(cutting: list[tuple[int, Cut]]) -> list[tuple[int, int]]:
     """(axis, split factor) in the order of the cuts: a factor is how many pieces inner axes have made before."""
     for order in permutations(range(len(cutting))):
-        made = [
-            prod(cutting[other][0] for other in order[:place] if other > axis)
-            for place, axis in enumerate(order)
-        ]
+        made = [prod(cutting[other][0] for other in order[:place] if other > axis) for place, axis in enumerate(order)]
         if made == [cutting[axis][1].split_factor for axis in order]:
             return [(axis, 1) for axis in order]
     return [(axis, cut.split_factor) for axis, (_, cut) in enumerate(cutting)]
