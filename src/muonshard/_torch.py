@@ -66,3 +66,9 @@ def memberships() -> int:
     """How many process groups this process is in; 0 where this torch does not say."""
     world = getattr(torch.distributed.distributed_c10d, "_world", None)
     return len(getattr(world, "pg_names", ()))
+
+
+def load_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[Any]]:
+    """What was registered to run before and after `load_state_dict`."""
+    before, after = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+    return list(before.values()), list(after.values())

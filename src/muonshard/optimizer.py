@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from muonshard.buckets import Exchange
+from muonshard.checkpoint import load_state
 from muonshard.exchange import Shipment, lag_of, make_shipments
 from muonshard.meshes import local_gradient, local_part, make_links, make_links_apart, this_rank
 from muonshard.orthogonalize import JORDAN, Orthogonalizer, flops, resolve
@@ -30,12 +31,9 @@ from muonshard.plan import Domain, Plan
 from muonshard.planner import MACHINES, make_plan
 from muonshard.settings import Settings
 from muonshard.shards import Load, Route, Shard, lr_ratio
-from muonshard.survey import Kind, rule_of, take_survey
+from muonshard.survey import UNSPLIT, Kind, rule_of, take_survey
 
 AdjustLr = Literal["original", "match_rms_adamw"]
-
-UNSPLIT = {"num_heads": None, "splits": None, "split_dim": 0, "flatten": False, "transposed": False}
-"""A parameter is one matrix, or a stack of them."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -142,13 +140,21 @@ class Muon(torch.optim.Optimizer):
         return {**super().__getstate__(), "_settings": self._settings, "skipped": self.skipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take up a state: of a copy, or in `load_state_dict`, where groups of torch's Muon get our other options."""
+        """Take up a state: of a copy, or in `load_state_dict`."""
         super().__setstate__(state)
-        for group in self.param_groups:
-            if "algorithm" not in group:
-                group |= {"algorithm": "adamw"} if "betas" in group else {**self.defaults, **group}
         if "_adamw" not in self.__dict__:
             self._forget_plan()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a saved state: of this class on any mesh, of `torch.optim.Muon` or of `torch.optim.AdamW`.
+
+        Parameters are found by name where both optimizers have names, else by their place. Groups that were not saved
+        stay as they are; a warning lists those that so start fresh.
+
+        Raises:
+            ValueError: entries are missing or misshapen; it names them, and nothing has changed.
+        """
+        load_state(self, state_dict, lambda key, param: param.dtype)
 
     @property
     def plan(self) -> Plan:

@@ -24,6 +24,9 @@ Group = dict[str, Any]
 Kind = tuple[tuple[float, float, float], int, float]
 """What decides how a matrix is orthogonalised: ns_coefficients, ns_steps, eps."""
 
+UNSPLIT: Group = {"num_heads": None, "splits": None, "split_dim": 0, "flatten": False, "transposed": False}
+"""How the parameters of a group are read as matrices, where it does not say: as one, or as a stack of them."""
+
 CLAIMED = ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn")
 """Options that do not change the plan, but that shards of one parameter must share."""
 
@@ -142,11 +145,15 @@ def option_problems(group: Group) -> Iterator[str]:
         yield f"ns_coefficients must be three numbers, got {group['ns_coefficients']}"
 
 
+def names_of(group: Group, title: str) -> list[str]:
+    """What messages call the parameters of a group; those without a name are called by their place."""
+    return group.get("param_names") or [f"parameter {index} of {title}" for index in range(len(group["params"]))]
+
+
 def _named_parameters(groups: Sequence[Group]) -> Iterator[tuple[int, str, Tensor]]:
-    """(group index, name, parameter) of each; parameters without a name are called by their place."""
+    """(group index, name, parameter) of each."""
     for index, group in enumerate(groups):
-        names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
-        for name, param in zip(names, group["params"], strict=True):
+        for name, param in zip(names_of(group, f"group {index}"), group["params"], strict=True):
             yield index, name, param
 
 
