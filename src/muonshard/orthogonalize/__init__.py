@@ -1,5 +1,7 @@
 """Orthogonalisation of stacks of matrices. Knows nothing of ranks or parameters."""
 
-from muonshard.orthogonalize.newton_schulz import JORDAN, NewtonSchulz, Orthogonalizer, flops, resolve
+from muonshard.orthogonalize.choice import Orthogonalizer, flops, resolve
+from muonshard.orthogonalize.coefficients import CUBIC, JORDAN, Coefficients, polar_express
+from muonshard.orthogonalize.newton_schulz import NewtonSchulz
 
-__all__ = ["JORDAN", "NewtonSchulz", "Orthogonalizer", "flops", "resolve"]
+__all__ = ["CUBIC", "JORDAN", "Coefficients", "NewtonSchulz", "Orthogonalizer", "flops", "polar_express", "resolve"]
