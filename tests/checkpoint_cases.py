@@ -101,8 +101,8 @@ def groups(model: Model) -> list[dict[str, Any]]:
 def make_run(layout: Layout, seed: int = 0, **options: Any) -> tuple[Model, muonshard.Muon]:
     """A model in its place, and its optimizer."""
     model = Model(seed)
-    options = {**OPTIONS, **layout(model), **options}
-    return model, muonshard.Muon(groups(model), **options)
+    told = layout(model)
+    return model, muonshard.Muon(groups(model), **{**OPTIONS, **told, **options})
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
