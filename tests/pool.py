@@ -32,7 +32,7 @@ class Outcome:
     trace: str = ""
 
 
-class WorkerDied(RuntimeError):
+class WorkerDiedError(RuntimeError):
     """A worker process ended or did not answer in time."""
 
 
@@ -111,7 +111,7 @@ class Pool:
         for worker, _ in self._workers:
             worker.kill()
         self.close()
-        raise WorkerDied(reason)
+        raise WorkerDiedError(reason)
 
 
 def _serve(rank: int, pipe: Connection) -> None:

@@ -40,7 +40,7 @@ def reference(shapes: Sequence[Shape], steps: int, **options: Any) -> list[Tenso
 
 
 def shard_like(value: Tensor, param: Tensor) -> Tensor:
-    """The part of a whole tensor that this rank holds of `param`, in a DTensor like it; all of it if `param` is plain."""
+    """This rank's part of a whole tensor, in a DTensor like `param`; all of it if `param` is plain."""
     if not isinstance(param, DTensor):
         return value.clone()
     return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
