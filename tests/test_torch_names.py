@@ -115,3 +115,12 @@ def groups_joined() -> int:
 def test_groups_that_a_process_joins_are_counted(pool: Pool) -> None:
     assert pool.run(2, groups_joined) == [1, 1]
     assert _torch.memberships() == 0
+
+
+def test_hooks_of_a_load_are_found_in_the_order_of_their_registration() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    hooks: list[Callable[..., None]] = [lambda *_: None for _ in range(3)]
+    optimizer.register_load_state_dict_pre_hook(hooks[0])
+    optimizer.register_load_state_dict_pre_hook(hooks[1])
+    optimizer.register_load_state_dict_post_hook(hooks[2])
+    assert _torch.load_hooks(optimizer) == (hooks[:2], hooks[2:])

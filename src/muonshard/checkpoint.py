@@ -7,6 +7,7 @@ before anything changes.
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ class Source:
 class Fitted:
     """A saved state as this run takes it up, and what there is to tell."""
 
-    state: dict[Any, Any]
+    state: defaultdict[Any, dict[str, Any]]
     groups: list[Group] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -82,7 +83,7 @@ def fit_state(
     sources = find_sources(groups, saved["param_groups"])
     ids = {id_ for group in saved["param_groups"] for id_ in group["params"]}
     taken = {id_ for source in sources if source is not None for id_ in source.ids}
-    fitted = Fitted({key: value for key, value in entries.items() if key not in ids})
+    fitted = Fitted(defaultdict(dict, {key: value for key, value in entries.items() if key not in ids}))
     for index, (group, source) in enumerate(zip(groups, sources, strict=True)):
         if source is None or algorithm_of(source.options) != group["algorithm"]:
             fitted.groups.append(group)
