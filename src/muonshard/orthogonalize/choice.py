@@ -42,8 +42,8 @@ def resolve(
         raise ValueError(
             f"orthogonalize={orthogonalize!r} is unknown: use 'newton_schulz', 'polar_express', 'cubic' or a callable"
         )
-    if not 1 <= steps <= MOST_STEPS:
-        raise ValueError(f"steps={steps} must be between 1 and {MOST_STEPS}")
+    if not 0 <= steps <= MOST_STEPS:
+        raise ValueError(f"steps={steps} must be between 0 and {MOST_STEPS}")
     per_step = _per_step(coefficients, steps)
     if orthogonalize != "newton_schulz":
         if any(triple != JORDAN for triple in per_step):

@@ -30,7 +30,7 @@ CHUNK_ELEMENTS_ACCELERATOR = 1 << 26
 class NewtonSchulz:
     """Orthogonalise stacks of matrices: `X <- a X + b (X X^T) X + c (X X^T)^2 X`, once for each `(a, b, c)`.
 
-    `coefficients`: one triple per step.
+    `coefficients`: one triple per step; without any, matrices are only normalised, as in `torch.optim.Muon`.
     `eps`: the least norm to divide by, so that a matrix of zeros stays one.
     `normalize`: "frobenius", as `torch.optim.Muon`; or "schatten4", `||X X^T||_F^(1/2)`, which is never below the
         largest singular value either, but closer to it, so that small singular values start several times larger.
@@ -56,8 +56,6 @@ class NewtonSchulz:
         if not self.eps > 0:
             raise ValueError(f"eps={self.eps} must be above 0, or a matrix of zeros becomes one of NaN")
         steps = len(self.coefficients)
-        if not steps:
-            raise ValueError("coefficients=() has no step: give one (a, b, c) for each")
         if self.restart is not None and not all(0 < k < steps for k in self.restart):
             raise ValueError(f"restart={self.restart} must name steps after the first of {steps}: 0 < k < {steps}")
 

@@ -23,8 +23,8 @@ from muonshard.orthogonalize.coefficients import Coefficients, image, steepest
 class Limits:
     """How much a segment may multiply rounding in its R by, in all its steps but the last.
 
-    `first` is for a first segment that others follow and that starts from the Frobenius norm: there R is small, hence its
-    rounding. `later` is for any other.
+    `first` is for a first segment that others follow and that starts from the Frobenius norm: there R is small, hence
+    its rounding. `later` is for any other.
     """
 
     first: float
@@ -64,7 +64,7 @@ def restarts(
 
 def segments(steps: int, restarts: Sequence[int]) -> list[range]:
     """The ranges of steps between restarts."""
-    return [range(start, stop) for start, stop in itertools.pairwise([0, *restarts, steps])]
+    return [range(start, stop) for start, stop in itertools.pairwise([0, *restarts, steps]) if start < stop]
 
 
 @functools.cache
