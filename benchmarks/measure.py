@@ -32,6 +32,7 @@ class RankResult:
     difference: float | None  # from the method's reference in one process
     torch_difference: float | None  # from torch.optim.Muon in one process
     seconds: tuple[float, ...]  # one per round
+    cpu_seconds: tuple[float, ...]  # of all of the process's threads
 
 
 @dataclass
@@ -44,6 +45,7 @@ class _Candidate:
     peak_extra_bytes: int
     taken: int = TRIAL_STEPS  # steps so far: which gradients are next
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
 
 
 Verdict = Callable[[str, str | None], bool]
@@ -67,7 +69,7 @@ def measure(
     for index in range(rounds):
         for place in range(len(kept)):
             candidate = kept[(index + place) % len(kept)]  # so that none always follows the same one
-            candidate.seconds.append(_timed_step(candidate, problem))
+            _timed_step(candidate, problem)
     return {
         name: RankResult(
             bytes_sent=traffic.bytes_sent,
@@ -78,6 +80,7 @@ def measure(
             difference=difference,
             torch_difference=torch_difference,
             seconds=tuple(candidate.seconds),
+            cpu_seconds=tuple(candidate.cpu_seconds),
         )
         for name, (candidate, (difference, torch_difference), traffic, flops) in results.items()
     }
@@ -132,13 +135,14 @@ def _count(candidate: _Candidate, problem: Problem) -> tuple[count_traffic, coun
     return traffic, flops
 
 
-def _timed_step(candidate: _Candidate, problem: Problem) -> float:
+def _timed_step(candidate: _Candidate, problem: Problem) -> None:
     _set_gradients(candidate.params, problem.gradients(candidate.taken))
     candidate.taken += 1
     dist.barrier()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     candidate.steps.step()
-    return time.perf_counter() - start
+    candidate.seconds.append(time.perf_counter() - start)
+    candidate.cpu_seconds.append(time.process_time() - cpu_start)
 
 
 class _References:

@@ -25,6 +25,7 @@ class Row:
 
     method: str
     milliseconds: float  # the median over rounds of the slowest rank's step
+    cpu_milliseconds: float  # the median over rounds of what all ranks' threads took together
     ratio: float | None  # the median over rounds of this method's time over ours in the same round
     bytes_sent_mean: float
     bytes_sent_max: int
@@ -49,6 +50,7 @@ def rows_of(result: CaseResult, ours: str | None) -> list[Row]:
             Row(
                 method=name,
                 milliseconds=1e3 * statistics.median(times[name]),
+                cpu_milliseconds=1e3 * statistics.median(_together(ranks)),
                 ratio=statistics.median(ratios) if ratios else None,
                 bytes_sent_mean=statistics.fmean(sent),
                 bytes_sent_max=max(sent),
@@ -68,6 +70,10 @@ def _slowest(ranks: Sequence[RankResult]) -> tuple[float, ...]:
     return tuple(max(seconds) for seconds in zip(*(rank.seconds for rank in ranks), strict=True))
 
 
+def _together(ranks: Sequence[RankResult]) -> tuple[float, ...]:
+    return tuple(sum(seconds) for seconds in zip(*(rank.cpu_seconds for rank in ranks), strict=True))
+
+
 def _largest(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return max(known) if known else None
@@ -78,7 +84,7 @@ def table_of(result: CaseResult, ours: str | None) -> Table:
     case = result.case
     table = Table(title=f"{case.weights} on {case.mesh}: medians of {case.rounds} rounds", title_justify="left")
     table.add_column("method")
-    headings = "step ms|/ ours|sent MiB|calls|GFLOP|extra MiB|off 1 process|off torch"
+    headings = "step ms|/ ours|CPU ms|sent MiB|calls|GFLOP|extra MiB|off 1 process|off torch"
     for heading in headings.split("|"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows_of(result, ours):
@@ -86,6 +92,7 @@ def table_of(result: CaseResult, ours: str | None) -> Table:
             row.method,
             f"{row.milliseconds:.1f}",
             "-" if row.ratio is None else f"{row.ratio:.2f}",
+            f"{row.cpu_milliseconds:.1f}",
             f"{row.bytes_sent_mean / MIB:.2f}",
             str(row.collectives),
             f"{row.flops / 1e9:.1f}",
@@ -104,6 +111,7 @@ def _first_line(text: str, width: int = 200) -> str:
 
 
 EXPLANATION = """\
+step: the slowest rank's wall time; CPU: of all ranks together, which other work on the machine disturbs least;
 sent: by each rank, mean over ranks (benchmarks/wire.py says how it is counted); calls: collectives of one step;
 GFLOP: all ranks together; extra: beyond weights, gradients and state, on the rank that takes most;
 off 1 process: largest difference of a weight, after two steps, from the same method in one process (for other

@@ -329,7 +329,7 @@ def test_a_method_that_fails_on_one_rank_only_is_left_out_and_the_others_measure
 
 
 def _ranks(*seconds: tuple[float, ...]) -> tuple[RankResult, ...]:
-    return tuple(RankResult(10 * i, 3, {}, 7, i, 0.5 * i, None, each) for i, each in enumerate(seconds))
+    return tuple(RankResult(10 * i, 3, {}, 7, i, 0.5 * i, None, each, each) for i, each in enumerate(seconds))
 
 
 def test_a_row_takes_the_slowest_rank_of_each_round_and_ratios_within_rounds() -> None:
@@ -339,6 +339,7 @@ def test_a_row_takes_the_slowest_rank_of_each_round_and_ratios_within_rounds() -
     assert (a.milliseconds, a.ratio) == (2000.0, 1.0)
     assert (b.milliseconds, b.ratio) == (2000.0, 1.0)
     assert b.seconds_by_round == (4.0, 2.0, 2.0)
+    assert (a.cpu_milliseconds, b.cpu_milliseconds) == (3000.0, 3000.0)
     assert (a.bytes_sent_mean, a.bytes_sent_max, a.flops, a.peak_extra_bytes, a.difference) == (5.0, 10, 14, 1, 0.5)
     assert [row.ratio for row in rows_of(CaseResult(case, ran, {}), "not measured")] == [None, None]
 

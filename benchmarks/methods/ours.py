@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import muonshard
 from benchmarks.methods import Method, Parameters, Steps
 from benchmarks.problem import Recipe
-from muonshard.orthogonalize import resolve
+from muonshard.orthogonalize import NewtonSchulz
+
+Form = Literal["newton_schulz", "standard", "polar_express"]
+"""The default; the same with X X^T formed afresh at every step, as `torch.optim.Muon` does; other coefficients."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,11 @@ class Ours:
 
     name: str
     exchange: Literal["auto", "owner", "allgather"] = "auto"
-    orthogonalize: str = "newton_schulz"
-    is_muon: bool = True
+    form: Form = "newton_schulz"
+
+    @property
+    def is_muon(self) -> bool:
+        return self.form != "polar_express"
 
     @property
     def reference(self) -> Method | None:
@@ -37,20 +44,24 @@ class Ours:
             ns_steps=recipe.steps,
             ns_coefficients=recipe.coefficients,
             exchange=self.exchange,
-            orthogonalize=self.orthogonalize,
+            orthogonalize=_orthogonalizer(self.form, recipe),
         )
 
 
 @dataclass(frozen=True)
 class OurOrthogonalizer:
-    """One of the library's orthogonalisers by itself, on stacks of one shape, as the optimizer calls it."""
-
-    orthogonalize: str = "newton_schulz"
+    """The default orthogonaliser by itself, on stacks of one shape and into them, as the optimizer calls it."""
 
     def __call__(self, matrices: list[Tensor], recipe: Recipe) -> None:
-        orthogonalizer = resolve(self.orthogonalize, coefficients=recipe.coefficients, steps=recipe.steps)
+        orthogonalizer = NewtonSchulz((recipe.coefficients,) * recipe.steps)
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for matrix in matrices:
             by_shape.setdefault(matrix.shape, []).append(matrix)
         for stack in by_shape.values():
             orthogonalizer(torch.stack(stack))
+
+
+def _orthogonalizer(form: Form, recipe: Recipe) -> str | Callable[[Tensor], Tensor]:
+    if form == "standard":
+        return NewtonSchulz((recipe.coefficients,) * recipe.steps, restart=tuple(range(1, recipe.steps)))
+    return form

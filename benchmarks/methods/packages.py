@@ -116,7 +116,7 @@ def _optimizer(kind: Any, params: Parameters, recipe: Recipe, **options: Any) ->
         rows, columns = param.shape[-2:]
         groups.setdefault(max(1, rows / columns) ** 0.5, []).append(param)
     return kind(
-        [{"params": group, "wd": recipe.weight_decay / ratio} for ratio, group in groups.items()],
+        [{"params": g, "wd": recipe.weight_decay / ratio, "flatten": False} for ratio, g in groups.items()],
         lr=recipe.lr,
         momentum=recipe.momentum,
         ns_steps=recipe.steps,

@@ -25,6 +25,8 @@ METHODS: dict[str, Method] = {
         Ours("ours"),
         Ours("ours-owner", exchange="owner"),
         Ours("ours-allgather", exchange="allgather"),
+        Ours("ours-standard", form="standard"),
+        Ours("ours-polar", form="polar_express"),
         ComputeAlone("floor-ours", OurOrthogonalizer()),
         ComputeAlone("floor-standard", _standard),
         AdamW(),
