@@ -297,7 +297,7 @@ def test_its_text_names_the_class_and_its_options() -> None:
         ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three numbers"),
         ({"exchange_dtype": torch.int32}, "exchange_dtype must be a floating point dtype, got torch.int32"),
         ({"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
-        ({"nonfinite": "ignore"}, "nonfinite must be 'propagate' or 'skip'"),
+        ({"nonfinite": "ignore"}, "nonfinite must be 'propagate', 'skip' or 'raise'"),
         ({"exchange": "ring"}, "exchange must be 'auto', 'owner' or 'allgather', got 'ring'"),
         ({"orthogonalize": "svd"}, "orthogonalize='svd' is unknown"),
     ],

@@ -94,6 +94,7 @@ def can_gather(tenant: Tenant, grid: Grid) -> bool:
     """Whether one all-gather makes the tenant whole: one mesh axis cuts it, into one run each, in rank order."""
     return (
         tenant.family is not None
+        and grid.shards > 1
         and len(tenant.layout.axes) == 1
         and all(len(runs) <= 1 for split in tenant.layout.dims for runs in split.shares.values())
         and all(list(row) == sorted(row) for row in grid.ranks)

@@ -17,6 +17,7 @@ from muonshard._torch import foreach_copy_
 from muonshard.meshes import Links
 from muonshard.plan import Bucket, Domain, Plan
 from muonshard.trips import GatherTrip, OwnerTrip, Trip
+from muonshard.verdict import Verdict
 from muonshard.wires import Carve, Slot, Stack, Transfer, Wire
 
 
@@ -32,7 +33,7 @@ class Lag:
 class Shipment:
     """One bucket on its way. Call `send`, `receive`, `give_back`, `level`, `updates` in this order, once per step."""
 
-    def __init__(self, number: int, domain: Domain, plan: Plan, links: Links, carve: Carve) -> None:
+    def __init__(self, number: int, domain: Domain, plan: Plan, links: Links, verdict: Verdict, carve: Carve) -> None:
         bucket, replica = domain.buckets[number], domain.seat.replica
         label = _label(number, bucket, domain, plan)
         self.mine = bucket.across[replica]
@@ -43,12 +44,14 @@ class Shipment:
         self._trip: Trip = (
             GatherTrip(bucket, domain, plan, links.shard, carve)
             if bucket.fused and links.shard is not None
-            else OwnerTrip(bucket, domain, links, label, carve)
+            else OwnerTrip(number, domain, links, label, verdict, carve)
         )
-        copies = [() if r == replica else self.mine for r in range(domain.grid.replicas)]
+        self.verdict, word = verdict, domain.word_across(number)
         self._copies = domain.grid.replicas - 1
-        self._out = Wire(copies, links.replica, carve)
-        self._in = Wire([() if r == replica else p for r, p in enumerate(bucket.across)], links.replica, carve)
+        copies = [None if r == replica else self.mine for r in range(domain.grid.replicas)]
+        self._out = Wire(copies, links.replica, carve, word)
+        others = [None if r == replica else pieces for r, pieces in enumerate(bucket.across)]
+        self._in = Wire(others, links.replica, carve, word)
         self._link, self._transfer = links.replica, Transfer(label)
 
     @property
@@ -80,11 +83,13 @@ class Shipment:
             foreach_copy_(self._out.pieces, self._trip.inbox * self._copies)
             row = self._trip.flags()
             foreach_copy_([chunk for chunk in self._out.flags if len(chunk)], [row] * self._copies if len(row) else [])
+            self._out.write_words(self.verdict.word)
             self._transfer.start(self._in, self._out, self._link)
 
     def updates(self) -> list[Tensor]:
         """Wait for the other replicas. Returns an update for each of `pieces`, in the exchange dtype."""
         self._transfer.wait()
+        self.verdict.hear(*self._in.read_words())
         return self._trip.inbox + self._in.pieces
 
     def kept(self) -> list[bool]:
@@ -109,16 +114,17 @@ def make_shipments(
     slots: list[list[int]] = []
     sizes: dict[int, int] = {}
     for domain, link in zip(plan.domains, links, strict=True):
-        turns, first = lag_of(domain).apply + 1, len(sizes)
+        turns, first, verdict = lag_of(domain).apply + 1, len(sizes), Verdict()
         slots.append([first + n if at_once else n % turns for n in range(len(domain.buckets))])
         for number, slot in enumerate(slots[-1]):
             ruler = Slot(dtype)
-            Shipment(number, domain, plan, link, ruler.carve)
+            Shipment(number, domain, plan, link, verdict, ruler.carve)
             sizes[slot] = max(sizes.get(slot, 0), ruler.used)
     arena = {slot: torch.empty(size, dtype=dtype, device=device) for slot, size in sizes.items()}
     shipments = [
-        [Shipment(n, domain, plan, link, Slot(dtype, arena[slot]).carve) for n, slot in enumerate(numbers)]
+        [Shipment(n, domain, plan, link, verdict, Slot(dtype, arena[slot]).carve) for n, slot in enumerate(numbers)]
         for domain, link, numbers in zip(plan.domains, links, slots, strict=True)
+        for verdict in [Verdict()]
     ]
     return shipments, sum(buffer.nbytes for buffer in arena.values())
 

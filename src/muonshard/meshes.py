@@ -80,18 +80,46 @@ def local_gradient(grad: Tensor, name: str) -> Tensor:
     """This rank's shard of a gradient.
 
     Raises:
-        ValueError: a gradient that is sparse, or a sum that is still to be made.
+        ValueError: a gradient that is sparse.
     """
+    check_dense(grad, name)
+    return local_part(grad)
+
+
+def check_gradient(param: Tensor, name: str) -> None:
+    """Raise ValueError for a gradient that is sparse or complex, or that is not cut as its parameter is."""
+    grad = param.grad
+    if grad is None:
+        return
+    check_dense(grad, name)
+    if grad.is_complex():
+        raise ValueError(f"{name} has a complex gradient, {grad.dtype}: Muon takes real ones")
+    if not _cut_alike(grad, param):
+        found, own = (getattr(tensor, "placements", "none, it is a plain tensor") for tensor in (grad, param))
+        raise ValueError(
+            f"{name} has placements {own}, but its gradient has {found}: bring it to the parameter's "
+            "(grad.redistribute; where it is Partial, that makes the sums that are still to be made)"
+        )
+
+
+def check_dense(grad: Tensor, name: str) -> None:
+    """Raise ValueError for a sparse gradient."""
     if grad.layout != torch.strided:
         raise ValueError(
             f"{name} has a gradient of layout {grad.layout}: make it dense (sparse=False in the embedding)"
         )
-    if isinstance(grad, Distributed) and any(placement.is_partial() for placement in grad.placements):
-        raise ValueError(
-            f"{name} has a gradient with placements {tuple(grad.placements)}, sums that are still to be made: "
-            "reduce it first, with grad.redistribute to the parameter's placements"
-        )
-    return local_part(grad)
+
+
+def _cut_alike(grad: Tensor, param: Tensor) -> bool:
+    """Whether a gradient has its parameter's placements; those on mesh axes of one rank do not matter."""
+    found, own = getattr(grad, "placements", None), getattr(param, "placements", None)
+    if found is None or own is None or tuple(found) == tuple(own):
+        return (found is None) == (own is None)
+    pairs = zip(found, own, param.device_mesh.shape, strict=True)  # type: ignore[attr-defined]
+    return all(
+        size == 1 or (not one.is_partial() and read_placement(one, param.ndim) == read_placement(other, param.ndim))
+        for one, other, size in pairs
+    )
 
 
 def find_residence(tensor: Tensor, group: dist.ProcessGroup | None) -> Residence | None:

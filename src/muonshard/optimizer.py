@@ -22,16 +22,25 @@ from torch.optim.optimizer import ParamsT
 from muonshard.buckets import Exchange
 from muonshard.checkpoint import load_state
 from muonshard.exchange import Shipment, lag_of, make_shipments
-from muonshard.meshes import local_gradient, local_part, make_links, make_links_apart, this_rank
+from muonshard.meshes import (
+    check_dense,
+    check_gradient,
+    local_gradient,
+    local_part,
+    make_links,
+    make_links_apart,
+    this_rank,
+)
 from muonshard.orthogonalize import JORDAN, Orthogonalizer, flops, resolve
 from muonshard.overlap import Overlap
 from muonshard.owners import CostModel
 from muonshard.pipeline import Pipeline, Stages
 from muonshard.plan import Domain, Plan
 from muonshard.planner import MACHINES, make_plan
-from muonshard.settings import Settings
+from muonshard.settings import Nonfinite, Settings
 from muonshard.shards import Load, Route, Shard, lr_ratio
 from muonshard.survey import UNSPLIT, Kind, rule_of, take_survey
+from muonshard.verdict import ELSEWHERE
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 
@@ -74,9 +83,10 @@ class Muon(torch.optim.Optimizer):
             gradients must not be changed in between (no clipping, no unscaling: it is noticed, and an error), plain
             tensors under DDP are refused, and all buckets have buffers at the same time.
         process_group: the ranks that hold plain tensors in common, under DistributedDataParallel.
-        nonfinite: what happens to a matrix whose momentum has become infinite or NaN: "propagate" it, as torch does, or
+        nonfinite: what happens to a matrix whose momentum has become infinite or NaN: "propagate" it, as torch does;
             "skip" the matrix, which leaves its weights and momentum as they were on all ranks (see
-            `optimizer.skipped`).
+            `optimizer.skipped`); or skip it and "raise" FloatingPointError at the end of the step, on all ranks of its
+            mesh.
 
     Raises:
         ValueError: an option is out of range, a parameter cannot be orthogonalised, or ranks disagree; the message
@@ -101,7 +111,7 @@ class Muon(torch.optim.Optimizer):
         exchange: Exchange = "auto",
         overlap: Literal["backward"] | None = None,
         process_group: dist.ProcessGroup | None = None,
-        nonfinite: Literal["propagate", "skip"] = "propagate",
+        nonfinite: Nonfinite = "propagate",
     ) -> None:
         self._settings = Settings(
             orthogonalize, exchange_dtype, bucket_bytes, exchange, overlap, process_group, nonfinite
@@ -187,7 +197,12 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters; on all ranks together. Returns the closure's loss, if there is a closure."""
+        """Update all parameters; on all ranks together. Returns the closure's loss, if there is a closure.
+
+        Raises:
+            ValueError: a gradient is sparse, complex or cut otherwise than its parameter; nothing has changed.
+            FloatingPointError: under nonfinite="raise", a matrix is not finite; all others have been updated.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -195,23 +210,42 @@ class Muon(torch.optim.Optimizer):
         self._make_plan()
         if self._overlap is not None:
             self._overlap.check()
+        self._check_gradients()
         self._shards.update({tenant: self._shard(tenant) for tenant in range(len(self._survey.params))})
         self._step_adamw()
-        for pipeline in self._pipelines_here():
-            pipeline.finish()
+        faults = self._finish()
         self._shards.clear()
         if self._overlap is not None:
             self._overlap.reset()
+        if faults:
+            raise FloatingPointError("; ".join(faults))
         return loss
+
+    def _finish(self) -> list[str]:
+        """Take the buckets of each domain through the rest of the step. Returns what is to be raised."""
+        faults: list[str] = []
+        for pipeline, domain in zip(self._pipelines_here(), self._plan.domains, strict=True):
+            if faults:
+                pipeline.verdict.hear(ELSEWHERE)
+            pipeline.finish()
+            faults += pipeline.verdict.pronounce(domain, self._plan)
+        return faults
+
+    def _check_gradients(self) -> None:
+        """Raise ValueError, before anything has changed, for a gradient that no step can be made of."""
+        for param, name in self._survey.adamw:
+            if param.grad is not None:
+                check_dense(param.grad, name)
+        for param, tenant in zip(self._survey.params, self._survey.tenants, strict=True):
+            check_gradient(param, tenant.name)
 
     def _send(self, route: Route) -> Load:
         """Momentum, on the shard, and its pieces on their way to the owners."""
         for tenant in route.shipment.all_tenants:
             if tenant not in self._shards:
+                check_gradient(self._survey.params[tenant], self._survey.tenants[tenant].name)
                 self._shards[tenant] = self._shard(tenant)
-        load = Load(
-            route, self._shards, skips=self._settings.nonfinite == "skip", early=self._settings.overlap is not None
-        )
+        load = Load(route, self._shards, skips=self._settings.drops, early=self._settings.overlap is not None)
         route.shipment.send(load.updates(self.param_groups), load.present[: len(route.shipment.mine)])
         return load
 
@@ -222,7 +256,7 @@ class Muon(torch.optim.Optimizer):
         dropped: list[int] = []
         for stack in shipment.stacks:
             rows = [row for row, job in enumerate(stack.jobs) if job in wanted]
-            if self._settings.nonfinite == "skip":
+            if self._settings.drops:
                 finite = stack.tensor.isfinite().flatten(1).all(1).tolist()
                 dropped += [stack.jobs[row] for row in rows if not finite[row]]
                 rows = [row for row in rows if finite[row]]
@@ -231,6 +265,8 @@ class Muon(torch.optim.Optimizer):
                 stack.tensor.copy_(orthogonalizer(stack.tensor))
             elif rows:
                 stack.tensor[rows] = orthogonalizer(stack.tensor[rows]).to(stack.tensor.dtype)
+        if self._settings.nonfinite == "raise":
+            shipment.verdict.hear(*(job + 1 for job in dropped))
         shipment.give_back(dropped)
 
     def _apply(self, load: Load) -> None:
@@ -238,7 +274,7 @@ class Muon(torch.optim.Optimizer):
         updates = load.route.shipment.updates()
         kept = load.certain if all(load.certain) else load.route.shipment.kept()
         load.apply(updates, kept, self.param_groups)
-        if self._settings.nonfinite == "skip":
+        if self._settings.drops:
             shipment = load.route.shipment
             pieces = zip(shipment.tenants, shipment.pieces, load.present, kept, strict=True)
             dropped = {(tenant, piece.job) for tenant, piece, has, keep in pieces if has and not keep}
@@ -279,6 +315,7 @@ class Muon(torch.optim.Optimizer):
             settings.way,
             MACHINES.get(device, MACHINES["cuda"]),
             backwards=settings.overlap is not None,
+            reports=settings.nonfinite == "raise",
         )
         make = make_links_apart if settings.overlap else make_links
         self._links = [make(domain.grid, domain.seat, survey.groups[domain.grid]) for domain in self._plan.domains]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from muonshard.exchange import Lag
 from muonshard.shards import Load, Route
+from muonshard.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Pipeline:
 
     def __init__(self, routes: Sequence[Route], lag: Lag, stages: Stages) -> None:
         self.routes = routes
+        self.verdict = routes[0].shipment.verdict if routes else Verdict()
         self._lag, self._stages = lag, stages
         self._loads: dict[int, Load] = {}
         self._sent = self._turned = 0

@@ -123,6 +123,21 @@ class Domain:
     seat: Seat
     jobs: tuple[Job, ...]
     buckets: tuple[Bucket, ...]
+    word: int = 0
+    """Elements of the status word that says whether a matrix is not finite, once a step; 0 for none."""
+
+    @cached_property
+    def reporter(self) -> int:
+        """The last bucket that is not gathered everywhere, -1 for none: its way back carries the owners' words."""
+        return max((number for number, bucket in enumerate(self.buckets) if not bucket.fused), default=-1)
+
+    def word_back(self, number: int) -> int:
+        """Elements of a word on a bucket's way back from the owners."""
+        return self.word if number == self.reporter else 0
+
+    def word_across(self, number: int) -> int:
+        """Elements of a word on a bucket's way across replicas: the last bucket's carries all that its row knows."""
+        return self.word if number == len(self.buckets) - 1 else 0
 
     @property
     def elements(self) -> int:
@@ -139,8 +154,16 @@ class Domain:
         return loads
 
     def sent(self) -> tuple[int, int]:
-        """(elements of matrices, presence flags) that this rank sends per step; fused gathers count as matrices."""
-        return sum(map(self._payload, self.buckets)), sum(map(self._flags, self.buckets))
+        """(elements of matrices, flags and words) that this rank sends per step; fused gathers count as matrices."""
+        return sum(map(self._payload, self.buckets)), sum(map(self._flags, self.buckets)) + self._words()
+
+    def collectives(self) -> int:
+        """Collectives per step."""
+        reports_alone = (
+            self.word and self.grid.shards > 1 and self.reporter >= 0 and not self.buckets[self.reporter].travels
+        )
+        trips = sum(bool(bucket.gathers) if bucket.fused else 2 * bucket.travels for bucket in self.buckets)
+        return trips + bool(reports_alone) + len(self.buckets) * (self.grid.replicas > 1)
 
     def bound(self) -> float:
         """Elements a rank sends per step in the design's promise, on average over ranks."""
@@ -154,6 +177,12 @@ class Domain:
 
     def _flags(self, bucket: Bucket) -> int:
         return self._travels(bucket, len)
+
+    def _words(self) -> int:
+        """Elements of status words that this rank sends per step: the reporter's buffers hold them on both its ways."""
+        ways = 1 + self.buckets[self.reporter].travels if self.reporter >= 0 else 0
+        across = (self.grid.replicas - 1) * bool(self.buckets)
+        return self.word * (ways * (self.grid.shards - 1) + across)
 
     def _travels(self, bucket: Bucket, measure: Callable[[Sequence[Piece]], int]) -> int:
         """What this rank sends of a bucket, by some measure of pieces, but for a fused gather."""
@@ -176,7 +205,7 @@ class Plan:
 
     @cached_property
     def bytes_sent(self) -> int:
-        """Bytes that this rank sends per step, presence flags included."""
+        """Bytes that this rank sends per step, flags and status words included."""
         return sum(sum(domain.sent()) for domain in self.domains) * self.itemsize
 
     @cached_property
@@ -192,12 +221,7 @@ class Plan:
     @cached_property
     def collectives(self) -> int:
         """Collectives per step that this rank takes part in."""
-        return sum(self._collectives(bucket, domain.grid) for domain in self.domains for bucket in domain.buckets)
-
-    @staticmethod
-    def _collectives(bucket: Bucket, grid: Grid) -> int:
-        trips = bool(bucket.gathers) if bucket.fused else 2 * bucket.travels
-        return trips + (grid.replicas > 1)
+        return sum(domain.collectives() for domain in self.domains)
 
     def __str__(self) -> str:
         return render(self)

@@ -10,6 +10,7 @@ from muonshard.layout import Layout, Overlap
 from muonshard.matrices import find_matrices
 from muonshard.owners import Seat, Work, deal, longest_first
 from muonshard.plan import Bucket, Domain, Grid, Job, Piece, Plan, Tenant
+from muonshard.verdict import word_elements
 
 MACHINES = {
     "cpu": Machine(latency=200e-6, bandwidth=1e9, flops=50e9),
@@ -26,12 +27,14 @@ def make_plan(
     exchange: Exchange = "auto",
     machine: Machine = MACHINES["cpu"],
     backwards: bool = False,
+    reports: bool = False,
 ) -> Plan:
     """The plan of `rank` for these tenants, `itemsize` bytes per element exchanged.
 
     A bucket holds at most `bucket_bytes` of any shard and of any owner's matrices (or, where it is gathered everywhere,
     of all its matrices), or one matrix that is larger. Buckets are filled costliest matrix first, so that the last
-    compute is short, or `backwards`, from the last tenant to the first, as backward makes their gradients final.
+    compute is short, or `backwards`, from the last tenant to the first, as backward makes their gradients final. Once a
+    step, ranks of a domain report to each other whether all matrices are finite, if `reports`.
 
     Raises:
         ValueError: a tenant cannot be read as matrices; the message names it.
@@ -40,14 +43,17 @@ def make_plan(
     for index, tenant in enumerate(tenants):
         grids.setdefault(tenant.grid, []).append(index)
     terms = Terms(max(1, bucket_bytes // itemsize), itemsize, exchange, machine, backwards)
+    word = word_elements(itemsize) if reports else 0
     domains = (
-        _make_domain(grid, grid.seats[rank], tenants, members, terms)
-        for grid, members in sorted(grids.items(), key=lambda item: item[0].ranks)
+        _make_domain(grid, grid.seats[rank], tenants, members, terms, word)
+        for grid, members in sorted(grids.items(), key=lambda item: (len(item[0].seats), item[0].ranks))
     )
     return Plan(rank, tuple(tenants), tuple(domains), itemsize)
 
 
-def _make_domain(grid: Grid, seat: Seat, tenants: Sequence[Tenant], members: list[int], terms: Terms) -> Domain:
+def _make_domain(
+    grid: Grid, seat: Seat, tenants: Sequence[Tenant], members: list[int], terms: Terms, word: int
+) -> Domain:
     works: list[Work] = []
     homes: list[int] = []
     for index in members:
@@ -67,7 +73,7 @@ def _make_domain(grid: Grid, seat: Seat, tenants: Sequence[Tenant], members: lis
     batches = make_batches(jobs, tenants, grid, order, terms)
     layouts = [tenant.layout for tenant in tenants]
     buckets = tuple(_make_bucket(batch, jobs, layouts, grid, seat, terms.itemsize) for batch in batches)
-    return Domain(grid, seat, jobs, buckets)
+    return Domain(grid, seat, jobs, buckets, word)
 
 
 def _at_home(work: Work, owner: Seat) -> bool:

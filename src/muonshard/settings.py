@@ -14,6 +14,9 @@ from muonshard.agreement import text_of
 from muonshard.buckets import Exchange
 from muonshard.orthogonalize import resolve
 
+Nonfinite = Literal["propagate", "skip", "raise"]
+"""What happens to a matrix that is infinite or NaN."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -25,7 +28,7 @@ class Settings:
     exchange: Exchange
     overlap: Literal["backward"] | None
     process_group: dist.ProcessGroup | None
-    nonfinite: Literal["propagate", "skip"]
+    nonfinite: Nonfinite
 
     def __str__(self) -> str:
         """What ranks must agree on, as text."""
@@ -37,6 +40,11 @@ class Settings:
         """How matrices become whole: during backward at their owners, since a fused all-gather would wait."""
         return "owner" if self.overlap else self.exchange
 
+    @property
+    def drops(self) -> bool:
+        """Whether owners leave matrices out that are not finite."""
+        return self.nonfinite != "propagate"
+
     def problems(self) -> Iterator[str]:
         """What is out of range, or does not go together."""
         try:
@@ -47,8 +55,8 @@ class Settings:
             yield f"exchange_dtype must be a floating point dtype, got {self.exchange_dtype}"
         if self.bucket_bytes < 1:
             yield f"bucket_bytes must be positive, got {self.bucket_bytes}"
-        if self.nonfinite not in ("propagate", "skip"):
-            yield f"nonfinite must be 'propagate' or 'skip', got {self.nonfinite!r}"
+        if self.nonfinite not in ("propagate", "skip", "raise"):
+            yield f"nonfinite must be 'propagate', 'skip' or 'raise', got {self.nonfinite!r}"
         if self.exchange not in ("auto", "owner", "allgather"):
             yield f"exchange must be 'auto', 'owner' or 'allgather', got {self.exchange!r}"
         if self.overlap not in (None, "backward"):

@@ -38,13 +38,15 @@ ADAMW_OPTIONS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 class Survey:
     """The Muon parameters of this rank: `params[i]`, in parameter group `group_of[i]`, is tenant i of the plan.
 
-    `groups` has the process groups that together reach all ranks of a grid.
+    `groups` has the process groups that together reach all ranks of a grid; `adamw` this rank's other parameters, with
+    their names.
     """
 
     params: list[Tensor] = field(default_factory=list)
     group_of: list[int] = field(default_factory=list)
     tenants: list[Tenant] = field(default_factory=list)
     groups: dict[Grid, tuple[dist.ProcessGroup, ...]] = field(default_factory=dict)
+    adamw: list[tuple[Tensor, str]] = field(default_factory=list)
 
 
 def rule_of(group: Group) -> MatrixRule:
@@ -91,13 +93,19 @@ def take_survey(
         circles[tuple(sorted(dist.get_process_group_ranks(process_group)))] = Circle([process_group])
     broken = {index: problems for index, group in enumerate(groups) if (problems := list(option_problems(group)))}
     everywhere = [*faults, *(f"parameter group {index}: {text}" for index, texts in broken.items() for text in texts)]
+    seen: dict[int, str] = {}
     for index, name, param in _named_parameters(groups):
         group = groups[index]
         circle = _circle_of(param, circles, process_group)
         if circle is None or faults or index in broken:
             continue
+        if id(param) in seen:
+            circle.problems.append(f"{name} is the same tensor as {seen[id(param)]}: list a tied weight once")
+            continue
+        seen[id(param)] = name
         if group["algorithm"] == "adamw":
             circle.claims.append((name, _adamw_claim(param, group)))
+            survey.adamw.append((param, name))
             continue
         try:
             residence = find_residence(param, process_group)

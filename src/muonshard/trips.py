@@ -21,6 +21,7 @@ from muonshard.hsdp.wire import BufferCache
 from muonshard.layout import Layout
 from muonshard.meshes import Link, Links
 from muonshard.plan import Bucket, Domain, Plan
+from muonshard.verdict import Verdict
 from muonshard.wires import Carve, Stack, Transfer, Wire, make_stacks
 
 
@@ -59,14 +60,18 @@ class Trip(Protocol):
 class OwnerTrip:
     """There and back: two all-to-alls."""
 
-    def __init__(self, bucket: Bucket, domain: Domain, links: Links, label: str, carve: Carve) -> None:
-        self._me = domain.seat.shard
-        self._link_there, self._link_back = (links.shard, links.back) if bucket.travels else (None, None)
+    def __init__(self, number: int, domain: Domain, links: Links, label: str, verdict: Verdict, carve: Carve) -> None:
+        bucket, word = domain.buckets[number], domain.word_back(number)
+        self._me, self._verdict = domain.seat.shard, verdict
+        self._link_there = links.shard if bucket.travels else None
+        self._link_back = links.back if bucket.travels or word else None
         self._transfer = Transfer(label)
-        self._there = Wire([() if f == self._me else p for f, p in enumerate(bucket.outgoing)], links.shard, carve)
-        self._here = Wire([() if f == self._me else p for f, p in enumerate(bucket.incoming)], links.shard, carve)
+        leaving_by = [None if f == self._me else p for f, p in enumerate(bucket.outgoing)]
+        arriving_by = [None if f == self._me else p for f, p in enumerate(bucket.incoming)]
+        self._there = Wire(leaving_by, links.shard, carve, word)
+        self._here = Wire(arriving_by, links.shard, carve, word)
         self.stacks, boxes = make_stacks(bucket.owned, domain, carve)
-        arriving = [p for f, pieces in enumerate(bucket.incoming) if f != self._me for p in pieces]
+        arriving = [piece for pieces in arriving_by for piece in pieces or ()]
         self._here_jobs = [piece.job for piece in arriving]
         self._here_boxes = [boxes[piece.job][piece.where.inner] for piece in arriving]
         self._stay_jobs = [piece.job for piece in bucket.outgoing[self._me]]
@@ -102,10 +107,12 @@ class OwnerTrip:
         self._keep.update(dict.fromkeys(dropped, False))
         foreach_copy_(self._here.pieces, self._here_boxes)
         self._here.write_flags([self._keep[job] for job in self._here_jobs])
+        self._here.write_words(self._verdict.word)
         self._transfer.start(self._there, self._here, self._link_back)
 
     def settle(self) -> None:
         self._transfer.wait()
+        self._verdict.hear(*self._there.read_words())
 
     def flags(self) -> Tensor:
         flat = self._there.flat

@@ -1,7 +1,8 @@
 """What travels, as buffers: chunks of flags and pieces, stacks of whole matrices, and the arena that they are cut from.
 
 Every chunk on a wire is a run of flags, one per piece, followed by the pieces themselves: on the way out a flag says
-whether this rank has a gradient, on the way back whether the update is to be applied.
+whether this rank has a gradient, on the way back whether the update is to be applied. A status word may come first
+(see `verdict.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from muonshard._torch import foreach_copy_
 from muonshard.meshes import Link
 from muonshard.plan import Domain, Piece
+from muonshard.verdict import WORD_BYTES
 
 ALIGNMENT = 512
 """Bytes to which buffers in the arena are aligned."""
@@ -37,20 +39,29 @@ class Stack:
 class Wire:
     """A flat buffer of chunks, one per peer, in the order of the link's ranks; views of all pieces, of all flags.
 
-    `pieces` and `flags` are in the order of `chunks`: by place in the grid.
+    `pieces` and `flags` are in the order of `chunks`: by place in the grid. The chunk of this rank itself is None. Each
+    other begins with a status word of `word` elements.
     """
 
-    def __init__(self, chunks: Sequence[Sequence[Piece]], link: Link | None, carve: Carve) -> None:
-        sizes = [len(pieces) + sum(piece.where.numel for piece in pieces) for pieces in chunks]
+    def __init__(
+        self, chunks: Sequence[Sequence[Piece] | None], link: Link | None, carve: Carve, word: int = 0
+    ) -> None:
+        sizes = [0 if c is None else word + len(c) + sum(piece.where.numel for piece in c) for c in chunks]
         order = link.order if link else range(len(chunks))
         self.splits = [sizes[place] for place in order]
         self.flat = carve(sum(sizes))
         starts = dict(zip(order, accumulate(self.splits, initial=0), strict=False))
         self.pieces: list[Tensor] = []
         self.flags: list[Tensor] = []
-        for place, pieces in enumerate(chunks):
-            offset = starts[place] + len(pieces)
-            self.flags.append(self.flat[starts[place] : offset])
+        self._words: list[Tensor] = []
+        for place, chunk in enumerate(chunks):
+            pieces = chunk or ()
+            offset = starts[place]
+            if chunk is not None and word:
+                self._words.append(self.flat[offset : offset + word].view(torch.uint8)[:WORD_BYTES])
+                offset += word
+            self.flags.append(self.flat[offset : offset + len(pieces)])
+            offset += len(pieces)
             for piece in pieces:
                 shape = [part.stop - part.start for part in piece.where.local]
                 self.pieces.append(self.flat[offset : offset + piece.where.numel].view(shape))
@@ -68,6 +79,15 @@ class Wire:
     def read_flags(self) -> list[bool]:
         """The flags of all pieces, in order; waits for the device."""
         return [bool(flag) for flag in torch.cat(self.flags).tolist()] if self.flags else []
+
+    def write_words(self, word: int) -> None:
+        """Set all status words."""
+        row = torch.tensor([word], dtype=torch.int32).view(torch.uint8).to(self.flat.device)
+        foreach_copy_(self._words, [row] * len(self._words))
+
+    def read_words(self) -> list[int]:
+        """The status words; waits for the device."""
+        return torch.cat(self._words).cpu().view(torch.int32).tolist() if self._words else []
 
 
 class Transfer:
