@@ -187,10 +187,11 @@ def gather_error(case: Case, change: str) -> tuple[str, int]:
     rank_only = {"one rank's shape": 1}.get(change, dist.get_rank())
     spoilt: dict[str, dict[str, Any]] = {
         "dtype": {"local_tensors": [*tensors[:-1], tensors[-1].double()]},
+        "first dtype": {"local_tensors": [tensors[0].double(), *tensors[1:]]},
         "device": {"local_tensors": [*tensors[:-1], tensors[-1].to("meta")]},
         "ndim": {"local_tensors": [*tensors[:-1], tensors[-1][None]]},
         "groups": {"shard_pgs": group.shard_pgs[:-1]},
-        "kept": {"keep_indices": [0, -1, len(tensors)]},
+        "kept": {"keep_indices": [0, len(tensors), -1]},
         "fewer metadata": {"param_shard_metadata": metas[:-1]},
         "shape": {"local_tensors": [*tensors[:-1], tensors[-1][:, :-1]]},
         "one rank's shape": {"local_tensors": [*tensors[:-1], tensors[-1][:, :-1]]},
@@ -383,17 +384,21 @@ def group_params(kinds: list[tuple[Shape, list[Placement], Shape]]) -> tuple[lis
 
 
 def group_errors() -> list[str]:
-    """Parameters that cannot be grouped: a partial sum, an unknown placement, a mesh without this rank."""
+    """Parameters that cannot be grouped: partial sums, an unknown placement, a mesh without this rank."""
     mesh = get_mesh((3,))
     fine = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)], src_data_rank=None)
     partial = DTensor.from_local(torch.zeros(4, 4), mesh, [Partial()], run_check=False)
     unknown: Any = OtherTensor(fine)
-    unknown.placements = [mock.Mock(spec=["is_replicate", "is_partial"], **{"is_replicate.return_value": False})]
-    unknown.placements[0].is_partial.return_value = False
+    unknown.placements = [mock.Mock(spec=["is_replicate", "is_partial"])]
+    unknown.placements[0].is_replicate.return_value = unknown.placements[0].is_partial.return_value = False
+    of_a_dim: Any = OtherTensor(fine)
+    of_a_dim.placements = [mock.Mock(dim=0)]
+    of_a_dim.placements[0].is_replicate.return_value = False
+    of_a_dim.placements[0].is_partial.return_value = True
     pair = DeviceMesh("cpu", [0, 1])
     elsewhere = distribute_tensor(torch.zeros(4, 4), pair, [Shard(0)], src_data_rank=None)
     messages = []
-    for param in (partial, unknown, elsewhere):
+    for param in (partial, unknown, of_a_dim, elsewhere):
         try:
             hsdp.group_parameters_for_hsdp([fine, param])
             messages.append("")
@@ -484,3 +489,66 @@ def metadata_of_nothing() -> tuple[dict[Any, Any], int]:
     group.records.clear()
     with counted_collectives() as calls:
         return hsdp.build_param_shard_metadata_for_group(group), calls["all"]
+
+
+@contextlib.contextmanager
+def watched_gathers() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The (received, sent) tensors of every all-gather."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def watch(function: Any) -> Any:
+        def watched(received: Tensor, sent: Tensor, *args: Any, **kwargs: Any) -> Any:
+            seen.append((received, sent))
+            return function(received, sent, *args, **kwargs)
+
+        return watched
+
+    names = [name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)]
+    with contextlib.ExitStack() as stack:
+        for name in names[:1]:
+            stack.enter_context(mock.patch.object(dist, name, watch(getattr(dist, name))))
+        yield seen
+
+
+def sends_in_place(case: Case) -> list[tuple[int, int, int]]:
+    """For each axis: where in the received buffer the sent part lies, its bytes, and this rank's place on the axis."""
+    group = make_group(case)
+    metadata = hsdp.build_param_shard_metadata_for_group(group)
+    with watched_gathers() as seen:
+        hsdp.fused_allgather_dtensor_params(group.params, group.shard_pgs, group.layout_spec, metadata)
+    return [
+        (sent.data_ptr() - received.data_ptr(), sent.nbytes, dist.get_rank(pg))
+        for (received, sent), pg in zip(seen, group.shard_pgs, strict=True)
+    ]
+
+
+def metadata_device(case: Case) -> list[str]:
+    """The devices of what is sent and received for the metadata of CPU shards on a mesh of another device."""
+    params: list[Any] = [OtherTensor(param) for param in make_params(case)]
+    for param in params:
+        mesh = param.device_mesh
+        param.device_mesh = mock.Mock(wraps=mesh, shape=mesh.shape, mesh=mesh.mesh, device_type="meta")
+    _, groups = hsdp.group_parameters_for_hsdp(params)
+    with mock.patch("muonshard.hsdp.metadata.all_gather") as gather, contextlib.suppress(NotImplementedError):
+        hsdp.build_param_shard_metadata_for_group(groups[0])  # there are no values to read on the meta device
+    received, sent, _ = gather.call_args.args
+    return [received.device.type, sent.device.type]
+
+
+def outside_autograd(case: Case) -> list[bool]:
+    """Whether results require gradients where everything given does."""
+    group = make_group(case)
+    params = [param.requires_grad_() for param in group.params]
+    spec, metadata = group.layout_spec, hsdp.build_param_shard_metadata_for_group(group)
+    found = hsdp.fused_allgather_dtensor_params(params, group.shard_pgs, spec, metadata)
+    update = torch.ones(params[0].shape, requires_grad=True)
+    inputs = hsdp.build_pad_ns_inputs(params, {params[0]: params[0]}, metadata)
+    chunks = [hsdp.chunk_update_by_layout(update, params[0], spec, meta) for meta in (metadata[params[0]], None)]
+    return [tensor.grad_fn is not None for tensor in [*found, *inputs, *chunks]]
+
+
+def gather_none(case: Case) -> tuple[list[Any], int]:
+    """A gather of no tensors along axes of several ranks."""
+    group = make_group(case)
+    with counted_collectives() as calls:
+        return hsdp.fused_allgather_dtensor_params([], group.shard_pgs, group.layout_spec), calls["all"]

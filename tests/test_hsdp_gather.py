@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 import hsdp_workers
 from hsdp_cases import Case, Shape
+from muonshard.hsdp.types import make_stage
+from muonshard.hsdp.wire import make_stage_wire
 from pool import Pool
 
 GRID = Case((2, 2), ((5, 3), (1, 1), (4, 6)), ((0, 0, 1), (1, 1, 1)))
@@ -66,14 +70,44 @@ def test_no_axis_of_several_ranks_means_no_communication(
 
 
 def test_no_tensors_mean_no_communication(pool: Pool) -> None:
-    for _, _, _, none in pool.run(4, hsdp_workers.gather_nothing, (4, 1), [Replicate(), Shard(0)]):
-        assert none == []
+    assert pool.run(4, hsdp_workers.gather_none, GRID) == [([], 0)] * 4
+
+
+def test_what_a_rank_sends_lies_where_it_will_be_received(pool: Pool) -> None:
+    """So there is one buffer for each axis, and backends that gather in place need not copy."""
+    for axes in pool.run(4, hsdp_workers.sends_in_place, GRID):
+        assert len(axes) == 2
+        for offset, size, rank in axes:
+            assert offset == rank * size
+
+
+def test_results_stay_outside_autograd(pool: Pool) -> None:
+    for found in pool.run(2, hsdp_workers.outside_autograd, Case((2,), ((4, 3), (3, 3)), ((0, 0, 1),))):
+        assert found == [False] * 6
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=6),
+    itemsize=st.sampled_from([1, 2, 4, 8, 16]),
+)
+def test_tensors_lie_apart_on_the_wire_from_multiples_of_512_bytes_on(shapes: list[Shape], itemsize: int) -> None:
+    metas = [make_stage(0, 1, [(rows // 2, columns), (rows, columns)], 1) for rows, columns in shapes]
+    stage = make_stage_wire(None, metas, itemsize)  # type: ignore[arg-type]
+    ends = [*stage.offsets[1:], stage.stride]
+    for (rows, columns), offset, end in zip(shapes, stage.offsets, ends, strict=False):
+        assert offset * itemsize % 512 == 0
+        assert offset + rows * columns <= end
+        assert (end - offset) * itemsize < rows * columns * itemsize + 512 or end * itemsize == 512
+    assert stage.stride * itemsize % 512 == 0
+    assert stage.stride > 0
+    assert [*stage.offsets[:1]] == [0] * bool(shapes)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ("dtype", ["local_tensors[2] is torch.float64 on cpu", "local_tensors[0] is torch.float32", "one dtype"]),
+        ("first dtype", ["local_tensors[1] is torch.float32 on cpu", "local_tensors[0] is torch.float64 on cpu"]),
         ("device", ["local_tensors[2] is torch.float32 on meta", "one device"]),
         ("ndim", ["local_tensors[2] has shape (1, ", "tensors with 2 dims"]),
         ("groups", ["shard_pgs has 1 groups", "has 2 shard axes"]),

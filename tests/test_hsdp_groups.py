@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import hsdp_workers
 from hsdp_cases import Case
-from muonshard.hsdp import CommDomainKey, ParamLayoutSpec, ParamRecord, build_owner_by_size, to_local_if_dtensor
+from muonshard.hsdp import (
+    CommDomainKey,
+    HSDPCommGroup,
+    ParamLayoutSpec,
+    ParamRecord,
+    ParamShardMeta,
+    ParamShardStageMeta,
+    build_owner_by_size,
+    to_local_if_dtensor,
+)
 from pool import Pool
 
 
@@ -24,8 +35,26 @@ def test_a_layout_tells_its_dims_and_counts_them_from_the_front() -> None:
     assert layout == ParamLayoutSpec(4, ((2, 3), (0, 1)), (1,))
     assert layout.shard_mesh_dims == (2, 0)
     assert layout.shard_tensor_dims == (3, 1)
-    with pytest.raises(FrozenInstanceError):
-        layout.tensor_ndim = 3  # type: ignore[misc]
+
+
+def test_the_plain_data_is_frozen() -> None:
+    layout = ParamLayoutSpec(2, ((0, 0),), ())
+    stage = ParamShardStageMeta(0, 1, 0, ((2, 2),), (2,), (2, 2))
+    meta = ParamShardMeta((2, 2), 4, (2, 2), 4, (stage,))
+    record, key = ParamRecord(0, torch.zeros(2, 2)), CommDomainKey((1,), (0,), (), (0,))
+    assert record.shard_meta is None
+    for frozen in (layout, stage, meta, record, key):
+        for name in [field.name for field in fields(frozen)]:
+            with pytest.raises(FrozenInstanceError):
+                setattr(frozen, name, None)
+
+
+def test_groups_share_no_list_of_records() -> None:
+    key, layout = CommDomainKey((1,), (0,), (), (0,)), ParamLayoutSpec(2, ((0, 0),), ())
+    first, second = HSDPCommGroup(key, layout), HSDPCommGroup(key, layout)
+    first.add_param(3, torch.zeros(2, 2))
+    assert (len(first), len(second)) == (1, 0)
+    assert (first.replicate_pgs, first.shard_pgs) == ((), ())
 
 
 @pytest.mark.parametrize(("ndim", "dim", "matrix"), [(2, 0, True), (3, 0, False), (3, 1, True), (4, -3, False)])
@@ -40,9 +69,13 @@ def test_a_layout_refuses_dims_that_a_tensor_does_not_have(dim: int) -> None:
         ParamLayoutSpec(2, ((0, -2), (1, dim)), ())
 
 
-def test_plain_tensors_are_their_own_local_part() -> None:
-    tensor = torch.zeros(3)
-    assert to_local_if_dtensor(tensor) is tensor
+@pytest.mark.parametrize("missing", [None, "to_local", "device_mesh", "placements"])
+def test_whatever_has_the_three_marks_of_a_dtensor_gives_its_local_part(missing: str | None) -> None:
+    local = torch.zeros(3)
+    marks = {"to_local": lambda: local, "device_mesh": object(), "placements": ()}
+    tensor: Any = SimpleNamespace(**{name: mark for name, mark in marks.items() if name != missing})
+    assert to_local_if_dtensor(tensor) is (local if missing is None else tensor)
+    assert to_local_if_dtensor(local) is local
 
 
 def test_groups_are_of_one_mesh_one_number_of_dims_and_one_layout(pool: Pool) -> None:
@@ -87,11 +120,12 @@ def test_a_mesh_of_one_rank_is_local(pool: Pool) -> None:
 
 
 def test_parameters_that_cannot_be_grouped_are_named(pool: Pool) -> None:
-    for rank, (partial, unknown, elsewhere) in enumerate(pool.run(3, hsdp_workers.group_errors)):
+    for rank, (partial, unknown, of_a_dim, elsewhere) in enumerate(pool.run(3, hsdp_workers.group_errors)):
         start = "params[1] of shape (4, 4): placement "
         assert partial.startswith(start + "P")
         assert partial.endswith("on mesh dim 0 is neither Shard nor Replicate: call redistribute on the tensor first")
         assert unknown.startswith(start)
+        assert of_a_dim.startswith(start)
         if rank == 2:
             assert elsewhere.startswith("params[1] lives on ")
             assert elsewhere.endswith("which this rank is not part of: leave it out here")

@@ -97,6 +97,11 @@ def test_metadata_of_a_plain_tensor_has_no_stages() -> None:
     assert [(record.index, record.shard_meta) for record in group.records] == [(5, metadata[tensor])]
 
 
+def test_metadata_travels_on_the_device_of_the_mesh(pool: Pool) -> None:
+    case = Case((2,), ((4, 4),), ((0, 0, 1),))
+    assert pool.run(2, hsdp_workers.metadata_device, case) == [["meta", "meta"]] * 2
+
+
 def test_metadata_of_no_parameters_is_empty_and_silent(pool: Pool) -> None:
     assert pool.run(2, hsdp_workers.metadata_of_nothing) == [({}, 0)] * 2
 
@@ -131,7 +136,10 @@ def test_the_log_tells_the_real_shapes_of_uneven_and_strided_shards(pool: Pool) 
     )
 
 
-def test_nothing_is_logged_above_debug(pool: Pool) -> None:
+def test_nothing_is_logged_or_looked_up_above_debug(pool: Pool) -> None:
+    group = hsdp.HSDPCommGroup(hsdp.CommDomainKey((), (), (), ()), hsdp.ParamLayoutSpec(2, (), ()))
+    group.add_param(0, torch.zeros(2, 2))
+    assert hsdp_workers.captured_log(group, {}, logging.INFO) == []
     assert pool.run(2, hsdp_workers.log_lines, Case((2,), ((4, 4),), ((0, 0, 1),)), logging.INFO) == [[], []]
 
 

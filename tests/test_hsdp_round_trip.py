@@ -22,7 +22,8 @@ from hsdp_cases import (
     uneven_cases,
     whole_tensor,
 )
-from muonshard.hsdp import ParamShardMeta
+from muonshard.hsdp import ParamLayoutSpec, ParamShardMeta
+from muonshard.hsdp.types import StridedParamLayoutSpec
 from pool import Pool
 
 
@@ -55,6 +56,7 @@ def check_metadata(case: Case, place: int, coordinate: Shape, meta: ParamShardMe
 def check_round_trip(case: Case, found: list[dict[str, Any]]) -> None:
     cutting = [mesh_dim for mesh_dim, _, _ in case.cuts]
     order = [case.cuts[cut][:2] for cut in case.gather_order()]
+    strided = any(factor != 1 for _, _, factor in case.cuts)
     replicas = tuple(dim for dim in range(len(case.mesh_shape)) if dim not in cutting)
     wire = {"all": len(order), "gathers": len(order)} if order else {}
     for coordinate, rank in zip(coordinates(case), found, strict=True):
@@ -65,9 +67,11 @@ def check_round_trip(case: Case, found: list[dict[str, Any]]) -> None:
         assert all(rank["torch"])
         assert rank["kept"] == [True if place in case.keep else None for place in range(count)]
         assert rank["collectives"] == (wire, wire)
-        assert rank["layout"].tensor_ndim == case.ndim
-        assert rank["layout"].shard_axes == tuple(order)
-        assert rank["layout"].replicate_mesh_dims == replicas
+        layout = ParamLayoutSpec(case.ndim, tuple(order), replicas)
+        if strided:
+            factors = tuple(case.cuts[cut][2] for cut in case.gather_order())
+            layout = StridedParamLayoutSpec(case.ndim, tuple(order), replicas, factors)
+        assert rank["layout"] == layout
         assert rank["key"].mesh_shape == case.mesh_shape
         assert rank["key"].mesh_rank_list == tuple(range(case.world))
         assert (rank["key"].replicate_mesh_dims, rank["key"].shard_mesh_dims) == (replicas, tuple(sorted(cutting)))

@@ -61,8 +61,7 @@ def fused_allgather_dtensor_params(
         )
     active = [(axis, group) for axis, group in enumerate(shard_pgs) if dist.get_world_size(group) > 1]
     if not active or not shards:
-        wanted = set(kept)
-        return [shard if place in wanted else None for place, shard in enumerate(shards)]
+        return [shard if place in kept else None for place, shard in enumerate(shards)]
     stages_of_each = _stages_of_each(shards, shard_pgs, layout_spec, param_shard_metadata)
     itemsize = shards[0].element_size()
     stages = [make_stage_wire(group, [metas[axis] for metas in stages_of_each], itemsize) for axis, group in active]
@@ -125,11 +124,11 @@ def _check_tensors(shards: Sequence[Tensor], layout_spec: ParamLayoutSpec) -> No
             )
 
 
-def _check_kept(keep_indices: Collection[int], count: int) -> list[int]:
+def _check_kept(keep_indices: Collection[int], count: int) -> set[int]:
     wrong = sorted(index for index in keep_indices if not 0 <= index < count)
     if wrong:
         raise ValueError(f"keep_indices has {wrong}, but there are {count} local_tensors: count from 0")
-    return sorted(set(keep_indices))
+    return set(keep_indices)
 
 
 def _stages_of_each(

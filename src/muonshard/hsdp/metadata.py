@@ -59,10 +59,12 @@ def build_param_shard_metadata_for_group(hsdp_group: HSDPCommGroup) -> dict[Tens
     shapes = [tuple(to_local_if_dtensor(param).shape) for param in params]
     faults = [_fault_of_order(param, spec) for param in params]
     stages: list[list[ParamShardStageMeta]] = [[] for _ in params]
+    # where the groups communicate: offloaded shards lie elsewhere
+    device = getattr(getattr(params[0], "device_mesh", None), "device_type", None)
     for axis, (tensor_dim, group) in enumerate(zip(spec.shard_tensor_dims, hsdp_group.shard_pgs, strict=True)):
         factor, rank = spec.split_factor(axis), dist.get_rank(group)
         rows = [(*shape, fault) for shape, fault in zip(shapes, faults, strict=True)]
-        gathered = _gather_rows(rows, group, _wire_device(params))
+        gathered = _gather_rows(rows, group, device)
         for place, by_rank in enumerate(zip(*gathered, strict=True)):
             stage = make_stage(tensor_dim, rank, [tuple(row[:-1]) for row in by_rank], factor)
             stages[place].append(stage)
@@ -70,20 +72,12 @@ def build_param_shard_metadata_for_group(hsdp_group: HSDPCommGroup) -> dict[Tens
             faults[place] = Fault(max(row[-1] for row in by_rank)) or _fault_of(stage, factor)
     for record, shape, fault in zip(hsdp_group.records, shapes, faults, strict=True):
         _check(record.index, record.param, shape, fault)
-    metas = {param: make_param_shard_meta(param, metas) for param, metas in zip(params, stages, strict=True)}
+    metas = {pair[0]: make_param_shard_meta(*pair) for pair in zip(params, stages, strict=True)}
     hsdp_group.records[:] = [replace(record, shard_meta=metas[record.param]) for record in hsdp_group.records]
     return metas
 
 
-def _wire_device(params: Sequence[Tensor]) -> torch.device | str:
-    """Where the mesh's process groups communicate, which with offloaded shards is not where those lie."""
-    dtensor = as_dtensor(params[0])
-    return params[0].device if dtensor is None else dtensor.device_mesh.device_type
-
-
-def _gather_rows(
-    rows: list[tuple[int, ...]], group: dist.ProcessGroup, device: torch.device | str
-) -> list[list[list[int]]]:
+def _gather_rows(rows: list[tuple[int, ...]], group: dist.ProcessGroup, device: str | None) -> list[list[list[int]]]:
     """[rank][parameter][value]: the rows of every rank of `group`."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
