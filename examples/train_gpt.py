@@ -104,7 +104,7 @@ def make_optimizer(name: str, model: nn.Module, lr: float) -> torch.optim.Optimi
     return muonshard.Muon(groups, lr=lr, weight_decay=0.1)
 
 
-def shard(model: nn.Module, device: torch.device) -> None:
+def shard(model: GPT, device: torch.device) -> None:
     """FSDP2 on every process there is: two replicas where that leaves shards to cut, else one."""
     world = dist.get_world_size()
     replicas = 2 if world >= 4 and world % 2 == 0 else 1
@@ -122,7 +122,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the device multiplies it in hardware, else float32; torch before `get_capabilities` cannot say."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    has = getattr(torch.cpu, "get_capabilities", dict)()
+    has: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     return torch.bfloat16 if has.get("avx512_bf16") or has.get("amx_bf16") else torch.float32
 
 

@@ -20,10 +20,17 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="train a small language model with AdamW and with Muon, and compare")
     demo.add_argument("--out", type=Path, default=Path("out"), help="folder for picture and figures (default: out)")
-    demo.add_argument("--steps", type=int, default=240, help="steps of each run (default: 240)")
-    demo.add_argument("--processes", type=int, default=4, help="local processes (default: 4)")
+    demo.add_argument("--steps", type=_positive, help="steps of each run (default: about 5 minutes' on two cores)")
+    demo.add_argument("--processes", type=_positive, default=4, help="local processes (default: 4)")
     demo.set_defaults(command=_demo)
     return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -31,17 +38,23 @@ def _demo(options: argparse.Namespace) -> int:
     if missing:
         print(f"the demo needs {' and '.join(missing)}: pip install 'muonshard[demo]'", file=sys.stderr)
         return 2
-    from muonshard.demo import picture, runs, table
+    from rich.console import Console
 
+    from muonshard.demo import launch, picture, runs, table
+
+    steps = options.steps or runs.usual_steps()
+    print(f"A GPT on {options.processes} processes: {steps} steps with AdamW, then {steps} with Muon.", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     try:
-        told = [runs.run(name, options.steps, options.processes, options.out) for name in ("adamw", "muon")]
-    except runs.RunFailed as error:
-        print(error, file=sys.stderr)
+        told = [runs.run(name, steps, options.processes, options.out) for name in ("adamw", "muon")]
+    except launch.RunError as error:
+        print(f"\n{error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        print("\nstopped", file=sys.stderr)
         return 130
+    finally:
+        Console().show_cursor()  # a progress bar that was stopped has left it hidden
     picture.draw(told, options.out / "loss.png")
     table.show(told)
     print(f"the picture is {options.out / 'loss.png'}")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 
 class Progress:
@@ -36,7 +41,7 @@ class Progress:
             print(f"{self.name} step {self.step}/{self.steps}  {text}", flush=True)
 
 
-def _bar(name: str):
+def _bar(name: str) -> Bar | None:
     """A bar of rich, or None without rich or a terminal."""
     try:
         from rich.console import Console

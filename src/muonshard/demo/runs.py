@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from muonshard.demo.launch import launch
+
 SCRIPT = Path(__file__).with_name("train_gpt.py")
 """examples/train_gpt.py, which people copy from."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """One training run.
 
@@ -44,29 +43,30 @@ class Run:
         return median(self.optimizer_ms)
 
 
-class RunFailed(RuntimeError):  # noqa: N818, it tells what happened
-    """A training run ended with an error, which its processes have printed."""
+def usual_steps() -> int:
+    """How many steps both runs do in about five minutes on two cores, by what those cores multiply fast."""
+    import torch
+
+    from muonshard.demo.train_gpt import fast_dtype
+
+    return 320 if fast_dtype(torch.device("cpu")) == torch.bfloat16 else 160
 
 
 def run(optimizer: str, steps: int, processes: int, folder: Path) -> Run:
-    """Train on local processes and return what rank 0 wrote. Nothing is left running, whatever happens.
+    """Train on local processes, and return what rank 0 wrote. Nothing is left running, whatever happens.
 
     Raises:
-        RunFailed: a process ended with an error; all the others have been ended then.
+        RunError: a process ended with an error.
+        KeyboardInterrupt: this process was told to stop.
     """
     out = folder / f"{optimizer}.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += [str(SCRIPT), f"--optimizer={optimizer}", f"--steps={steps}", f"--out={out}"]
-    environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
-    with subprocess.Popen(command, env=environment) as launcher:
-        try:
-            code = launcher.wait()
-        except BaseException:
-            launcher.send_signal(signal.SIGTERM)  # the launcher ends its workers, then itself
-            launcher.wait()
-            raise
-    if code != 0:
-        raise RunFailed(f"the {optimizer} run ended with exit code {code}; its error stands above")
+    options = [
+        f"--optimizer={optimizer}",
+        f"--steps={steps}",
+        f"--validate-every={max(1, steps // 16)}",
+        f"--out={out}",
+    ]
+    launch([sys.executable, str(SCRIPT), *options], processes)
     return load(out)
 
 
