@@ -34,7 +34,7 @@ VOCABULARY, CONTEXT = 256, 128
 WIDTH, LAYERS, HEADS = 256, 4, 4
 BATCH = 32
 """Sequences per step, over all processes; rounded up so that each has as many."""
-LEARNING_RATES = {"adamw": 4e-3, "muon": 2e-2}
+LEARNING_RATES = {"adamw": 2e-3, "muon": 4e-2}
 """The best of a sweep, see examples/sweep.md."""
 
 
