@@ -81,9 +81,9 @@ def _mark_lead(axes: Axes, reached: float, end: float, loss: float, unit: str) -
     axes.annotate("", (reached, loss), xytext=(end, loss), arrowprops=arrow)
     axes.annotate(
         f"the same loss after {reached:.0f} of {end:.0f} {unit}: {end / reached:.2f}x as fast",
-        ((reached + end) / 2, loss),
+        (end, loss),
         xytext=(0, -16),
         textcoords="offset points",
-        ha="center",
+        ha="right",
         fontsize=9.5,
     )
