@@ -91,6 +91,7 @@ def clip_then_step() -> str:
     with pytest.raises(RuntimeError, match=r"gradient of layers\.\d\.weight changed.*clipping") as caught:
         optimizer.step()
     unchanged = all(map(torch.equal, before, (same_bits.local(param) for param in model.parameters())))
+    _finish(optimizer)
     return f"{unchanged} {type(caught.value).__name__}"
 
 
@@ -100,11 +101,19 @@ def test_clipping_between_backward_and_step_is_an_error_and_changes_nothing(pool
 
 def accumulate_unannounced() -> str:
     model = _model((2,))
-    muonshard.Muon(model.named_parameters(), bucket_bytes=1 << 10, overlap="backward")
+    optimizer = muonshard.Muon(model.named_parameters(), bucket_bytes=1 << 10, overlap="backward")
     model(torch.ones(8, 24)).square().sum().backward()
     with pytest.raises(RuntimeError, match=r"another gradient.*accumulating"):
         model(torch.ones(8, 24)).square().sum().backward()
+    _finish(optimizer)
     return "raised"
+
+
+@torch.no_grad()
+def _finish(optimizer: muonshard.Muon) -> None:
+    """Let what is on its way arrive: process groups must not be taken down before."""
+    for pipeline in optimizer._pipelines_here():
+        pipeline.finish()
 
 
 def test_a_second_backward_that_was_not_announced_is_an_error(pool: Pool) -> None:
