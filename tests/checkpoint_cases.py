@@ -98,9 +98,11 @@ def groups(model: Model) -> list[dict[str, Any]]:
     ]
 
 
-def make_run(layout: Layout, seed: int = 0, **options: Any) -> tuple[Model, muonshard.Muon]:
-    """A model in its place, and its optimizer."""
-    model = Model(seed)
+def make_run(
+    layout: Layout, start: int = 0, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Model, muonshard.Muon]:
+    """A model in its place, with the weights that `start` draws, and its optimizer."""
+    model = Model(start).to(dtype)
     told = layout(model)
     return model, muonshard.Muon(groups(model), **{**OPTIONS, **told, **options})
 
@@ -109,7 +111,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[in
     """Take steps of those numbers, each with the gradients that its number draws."""
     for step in steps:
         for param, grad in zip(model.parameters(), same_bits.draw(SHAPES, seed=step + 1), strict=True):
-            param.grad = same_bits.shard_like(grad, param)
+            param.grad = same_bits.shard_like(grad.to(param.dtype), param)
         optimizer.step()
 
 

@@ -23,7 +23,7 @@ LAYOUTS = [cases.fsdp, cases.hsdp, cases.fsdp_tp]
 
 def goes_on_from(state: dict[str, Any], layout: Layout, **wishes: Any) -> list[int]:
     """Which shards differ from the unbroken run's after loading `state` into another run."""
-    model, optimizer = cases.make_run(layout, seed=99)
+    model, optimizer = cases.make_run(layout, start=99)
     take_up(model, optimizer, state, **wishes)
     cases.train(model, optimizer, range(BREAK, END))
     return same_bits.differing(model.parameters(), cases.unbroken(END))
@@ -48,7 +48,7 @@ def full_and_flat(folder: Path, layout: Layout) -> list[int]:
     model, optimizer = cases.make_run(layout)
     cases.train(model, optimizer, range(BREAK))
     dcp.save(state_of(model, optimizer, full_state_dict=True, flatten_optimizer_state_dict=True), checkpoint_id=folder)
-    other, other_optimizer = cases.make_run(layout, seed=99)
+    other, other_optimizer = cases.make_run(layout, start=99)
     state = state_of(other, other_optimizer, flatten_optimizer_state_dict=True)
     dcp.load(state, checkpoint_id=folder)
     return goes_on_from(state, layout, flatten_optimizer_state_dict=True)
@@ -87,7 +87,7 @@ def asynchronous(folder: Path, layout: Layout) -> list[list[int]]:
     cases.train(model, optimizer, range(BREAK, END))
     saving.result()
     dist.destroy_process_group(own)
-    other, other_optimizer = cases.make_run(layout, seed=99)
+    other, other_optimizer = cases.make_run(layout, start=99)
     state = state_of(other, other_optimizer)
     dcp.load(state, checkpoint_id=folder)
     return [

@@ -51,7 +51,7 @@ def load_and_go_on(folders: dict[str, Path], layout: Layout, flat: bool) -> dict
     expected = cases.unbroken(END)
     found = {}
     for name, folder in folders.items():
-        model, optimizer = cases.make_run(layout, seed=99, **OTHERWISE)
+        model, optimizer = cases.make_run(layout, start=99, **OTHERWISE)
         state = state_of(model, optimizer, flatten_optimizer_state_dict=flat)
         dcp.load(state, checkpoint_id=folder)
         take_up(model, optimizer, state, flatten_optimizer_state_dict=flat)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from muonshard import _torch
 from muonshard.meshes import Distributed
+from muonshard.precision import MASTER, Precision
 from muonshard.survey import UNSPLIT, Group, names_of
 
 REQUIRED = {"muon": ("momentum_buffer",), "adamw": ("step", "exp_avg", "exp_avg_sq")}
@@ -28,9 +29,6 @@ OWN = ("params", "param_names", "algorithm", *UNSPLIT)
 
 SHOWN = 8
 """So many names at most in a message."""
-
-DtypeOf = Callable[[str, Tensor], torch.dtype]
-"""The dtype in which a run keeps an entry of the state, by its key and parameter."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Fitted:
     problems: list[str] = field(default_factory=list)
 
 
-def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], dtype_of: DtypeOf) -> None:
+def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], precision: Precision) -> None:
     """`optimizer.load_state_dict(saved)`: hooks are run, what starts fresh is listed in a warning.
 
     Raises:
@@ -61,7 +59,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], dtype
     saved = dict(saved)
     for before_hook in before:
         saved = before_hook(optimizer, saved) or saved
-    fitted = fit_state(optimizer.param_groups, optimizer.state, saved, dtype_of)
+    fitted = fit_state(optimizer.param_groups, optimizer.state, saved, precision)
     optimizer.__setstate__({"state": fitted.state, "param_groups": fitted.groups})
     if fitted.notes:
         warnings.warn("; ".join(fitted.notes), UserWarning, stacklevel=3)
@@ -70,7 +68,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], dtype
 
 
 def fit_state(
-    groups: Sequence[Group], state: Mapping[Tensor, Any], saved: Mapping[str, Any], dtype_of: DtypeOf
+    groups: Sequence[Group], state: Mapping[Tensor, Any], saved: Mapping[str, Any], precision: Precision
 ) -> Fitted:
     """What the optimizer's groups and state become by loading `saved`; `groups` and `state` stay as they are.
 
@@ -95,7 +93,7 @@ def fit_state(
         own: Group = {key: group[key] for key in OWN if key in group}
         options = {key: deepcopy(value) for key, value in source.options.items() if key != "param_names"}
         fitted.groups.append({**group, **options, **own})
-        _fit_group(fitted, index, source, entries, dtype_of)
+        _fit_group(fitted, index, source, entries, precision)
     unused = [name for name, id_ in _saved_names(saved["param_groups"]) if id_ not in taken]
     if unused:
         fitted.notes.append(f"no parameter takes the saved state of {_list(unused)}")
@@ -187,11 +185,12 @@ def _by_place(groups: Sequence[Group], saved: Sequence[Group]) -> list[Source | 
     return sources
 
 
-def _fit_group(fitted: Fitted, index: int, source: Source, entries: Mapping[Any, Any], dtype_of: DtypeOf) -> None:
+def _fit_group(fitted: Fitted, index: int, source: Source, entries: Mapping[Any, Any], precision: Precision) -> None:
     """Fit the saved entries of the last group in `fitted`, whose parameters are found under `source.ids`."""
     group = fitted.groups[-1]
     stepped = any(entries.get(id_) for id_ in source.ids)
     fresh: list[str] = []
+    made, lost = [], []
     for name, param, id_ in zip(names_of(group, f"group {index}"), group["params"], source.ids, strict=True):
         entry = dict(entries.get(id_) or {})
         if not entry:
@@ -203,17 +202,26 @@ def _fit_group(fitted: Fitted, index: int, source: Source, entries: Mapping[Any,
         wanted = REQUIRED[group["algorithm"]] + (("max_exp_avg_sq",) if group.get("amsgrad") else ())
         missing = [key for key in wanted if key not in entry]
         fitted.problems += [f"{name} has no saved {key}" for key in missing]
+        if precision.has_master(param) and MASTER not in entry:
+            made.append(name)
+        elif not precision.has_master(param) and entry.pop(MASTER, None) is not None:
+            lost.append(name)
         fitted.state[param] = {}
         for key, value in entry.items():
             try:
-                fitted.state[param][key] = _fit_entry(key, value, param, group, dtype_of)
+                fitted.state[param][key] = _fit_entry(key, value, param, group, precision)
             except ValueError as error:
                 fitted.problems.append(f"{name} has a saved {key} {error}")
-    if fresh:
-        fitted.notes.append(f"{_list(fresh)} of group {index} start fresh: no state was saved for them")
+    for names, note in [
+        (fresh, f"of group {index} start fresh: no state was saved for them"),
+        (made, "have no saved float32 weights: they are made of the parameters"),
+        (lost, "have saved float32 weights, which are not used without master_weights"),
+    ]:
+        if names:
+            fitted.notes.append(f"{_list(names)} {note}")
 
 
-def _fit_entry(key: str, value: Any, param: Tensor, group: Group, dtype_of: DtypeOf) -> Any:
+def _fit_entry(key: str, value: Any, param: Tensor, group: Group, precision: Precision) -> Any:
     """A saved entry on the parameter's device, in the dtype and placements in which this run keeps it."""
     if not isinstance(value, Tensor):
         return value
@@ -222,7 +230,7 @@ def _fit_entry(key: str, value: Any, param: Tensor, group: Group, dtype_of: Dtyp
         return value.to(dtype=torch.float32, device=param.device) if on_device else value
     if value.shape != param.shape:
         raise ValueError(f"of shape {tuple(value.shape)}, the parameter has {tuple(param.shape)}")
-    value = value.to(dtype=dtype_of(key, param), device=param.device)
+    value = value.to(dtype=precision.dtype_of(key, param), device=param.device)
     if isinstance(param, Distributed) and not isinstance(value, Distributed):
         from torch.distributed.tensor import distribute_tensor
 

@@ -19,27 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from muonshard.adamw import AdamWGroups
 from muonshard.buckets import Exchange
 from muonshard.checkpoint import load_state
 from muonshard.exchange import Shipment, lag_of, make_shipments
-from muonshard.meshes import (
-    check_dense,
-    check_gradient,
-    local_gradient,
-    local_part,
-    make_links,
-    make_links_apart,
-    this_rank,
-)
+from muonshard.meshes import check_dense, check_gradient, local_part, make_links, make_links_apart, this_rank
 from muonshard.orthogonalize import JORDAN, Orthogonalizer, flops, resolve
 from muonshard.overlap import Overlap
 from muonshard.owners import CostModel
 from muonshard.pipeline import Pipeline, Stages
 from muonshard.plan import Domain, Plan
 from muonshard.planner import MACHINES, make_plan
+from muonshard.precision import Precision
 from muonshard.settings import Nonfinite, Settings
-from muonshard.shards import Load, Route, Shard, lr_ratio
-from muonshard.survey import UNSPLIT, Kind, rule_of, take_survey
+from muonshard.shards import Load, Route, Shard, lr_ratio, make_shard, origin_of
+from muonshard.survey import UNSPLIT, Kind, named_parameters, rule_of, take_survey
 from muonshard.verdict import ELSEWHERE
 
 AdjustLr = Literal["original", "match_rms_adamw"]
@@ -48,7 +42,8 @@ AdjustLr = Literal["original", "match_rms_adamw"]
 class Muon(torch.optim.Optimizer):
     """Muon for parameters of any sharding, and AdamW for the rest, in one optimizer.
 
-    A drop-in for `torch.optim.Muon`: the first nine arguments mean the same, and one process gets the same weights.
+    A drop-in for `torch.optim.Muon`: the first nine arguments mean the same, and one process gets the same weights, up
+    to the rounding of the bfloat16 iteration for matrices whose Newton-Schulz is done in its cheaper Gram form.
     Under FSDP2, HSDP, tensor or expert parallel (DTensors), or DDP (plain tensors and a `process_group`), every weight
     matrix is orthogonalised once, whole, on one rank, and the weights come out the same again.
 
@@ -87,6 +82,11 @@ class Muon(torch.optim.Optimizer):
             "skip" the matrix, which leaves its weights and momentum as they were on all ranks (see
             `optimizer.skipped`); or skip it and "raise" FloatingPointError at the end of the step, on all ranks of its
             mesh.
+        momentum_dtype: dtype in which momentum is kept; None is the parameter's own.
+        master_weights: whether to keep float32 copies of weights of fewer bits in the state, and to update these.
+        stochastic_rounding: whether to update bfloat16 weights in float32 and round them up or down at random, so that
+            they are right on average. Random bits depend on `seed`, the parameter's name, the step and the element.
+        seed: of the random bits.
 
     Raises:
         ValueError: an option is out of range, a parameter cannot be orthogonalised, or ranks disagree; the message
@@ -112,9 +112,14 @@ class Muon(torch.optim.Optimizer):
         overlap: Literal["backward"] | None = None,
         process_group: dist.ProcessGroup | None = None,
         nonfinite: Nonfinite = "propagate",
+        momentum_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
+        precision = Precision(momentum_dtype, master_weights, stochastic_rounding, seed)
         self._settings = Settings(
-            orthogonalize, exchange_dtype, bucket_bytes, exchange, overlap, process_group, nonfinite
+            orthogonalize, exchange_dtype, bucket_bytes, exchange, overlap, process_group, nonfinite, precision
         )
         self._forget_plan()
         self.skipped: Counter[str] = Counter()
@@ -135,7 +140,7 @@ class Muon(torch.optim.Optimizer):
 
     def _forget_plan(self) -> None:
         """Nothing is known yet of the parameters: as before the first plan, or in a copy of an optimizer."""
-        self._adamw = torch.optim.AdamW([torch.zeros(1)])
+        self._adamw = AdamWGroups(self._settings.precision, self._settings.process_group)
         self._orthogonalizers: dict[Kind, Orthogonalizer] = {}
         self._signature: object = None
         self._overlap: Overlap | None = None
@@ -164,7 +169,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: entries are missing or misshapen; it names them, and nothing has changed.
         """
-        load_state(self, state_dict, lambda key, param: param.dtype)
+        load_state(self, state_dict, self._settings.precision)
 
     @property
     def plan(self) -> Plan:
@@ -212,8 +217,9 @@ class Muon(torch.optim.Optimizer):
             self._overlap.check()
         self._check_gradients()
         self._shards.update({tenant: self._shard(tenant) for tenant in range(len(self._survey.params))})
-        self._step_adamw()
+        self._adamw.step(self.param_groups, self.state)
         faults = self._finish()
+        self._settings.precision.count_step((param, self.state[param]) for param in self._survey.params)
         self._shards.clear()
         if self._overlap is not None:
             self._overlap.reset()
@@ -280,22 +286,9 @@ class Muon(torch.optim.Optimizer):
             dropped = {(tenant, piece.job) for tenant, piece, has, keep in pieces if has and not keep}
             self.skipped.update(self._plan.tenants[tenant].name for tenant, _ in dropped)
 
-    def _step_adamw(self) -> None:
-        """torch's AdamW over the groups that ask for it, on this optimizer's own groups and state."""
-        self._adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
-        self._adamw.state = self.state
-        if self._adamw.param_groups:
-            self._adamw.step()
-
     def _shard(self, tenant: int) -> Shard:
-        """This rank's part of a parameter, its momentum (made if there is none yet) and its gradient."""
         param, name = self._survey.params[tenant], self._survey.tenants[tenant].name
-        state = self.state[param]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        momentum = local_part(state["momentum_buffer"])
-        grad = None if param.grad is None else local_gradient(param.grad, name).to(momentum.dtype)
-        return Shard(local_part(param), momentum, grad)
+        return make_shard(param, name, self.state[param], self._settings.precision)
 
     def _make_plan(self) -> None:
         """Make the plan if there is none yet, or if groups or what it depends on have changed since."""
@@ -303,9 +296,8 @@ class Muon(torch.optim.Optimizer):
         if signature == self._signature:
             return
         settings = self._settings
-        survey = take_survey(
-            self.param_groups, settings.process_group, self._cost_model, str(settings), list(settings.problems())
-        )
+        faults = [*settings.problems(), *settings.precision.problems(named_parameters(self.param_groups))]
+        survey = take_survey(self.param_groups, settings.process_group, self._cost_model, str(settings), faults)
         device = local_part(survey.params[0]).device.type if survey.params else "cpu"
         self._plan = make_plan(
             survey.tenants,
@@ -347,7 +339,8 @@ class Muon(torch.optim.Optimizer):
         for piece, index in zip(shipment.pieces, groups, strict=True):
             group, matrix = self.param_groups[index], domain.jobs[piece.job].matrix
             ratios.append(lr_ratio(group["adjust_lr_fn"], matrix.rows, matrix.cols, group["transposed"]))
-        return Route(shipment, groups, tuple(ratios))
+        origins = tuple(origin_of(piece, domain) for piece in shipment.pieces)
+        return Route(shipment, groups, tuple(ratios), origins)
 
     def _cost_model(self, kind: Kind) -> CostModel:
         orthogonalizer = self._orthogonalizer(kind)

@@ -13,6 +13,7 @@ from torch import Tensor
 from muonshard.agreement import text_of
 from muonshard.buckets import Exchange
 from muonshard.orthogonalize import resolve
+from muonshard.precision import Precision
 
 Nonfinite = Literal["propagate", "skip", "raise"]
 """What happens to a matrix that is infinite or NaN."""
@@ -29,6 +30,7 @@ class Settings:
     overlap: Literal["backward"] | None
     process_group: dist.ProcessGroup | None
     nonfinite: Nonfinite
+    precision: Precision
 
     def __str__(self) -> str:
         """What ranks must agree on, as text."""

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from muonshard._torch import foreach_add_, foreach_copy_, foreach_lerp, foreach_lerp_, foreach_mul_
 from muonshard.exchange import Shipment
-from muonshard.layout import Overlap
+from muonshard.meshes import local_gradient, local_part
+from muonshard.plan import Domain, Piece
+from muonshard.precision import Precision, State, Weights, make_weights, view
 
 Groups = Sequence[dict[str, Any]]
 
@@ -27,18 +29,19 @@ Groups = Sequence[dict[str, Any]]
 class Shard:
     """What this rank holds of one parameter; `grad` is None where it has none."""
 
-    param: Tensor
+    weights: Weights
     momentum: Tensor
     grad: Tensor | None
 
 
 @dataclass(frozen=True)
 class Route:
-    """A shipment, and for each of its pieces (`mine`, then `theirs`) the group and the learning rate's ratio."""
+    """A shipment; for each of its pieces (`mine`, then `theirs`) its group, learning rate's ratio and origin."""
 
     shipment: Shipment
     groups: tuple[int, ...]
     ratios: tuple[float, ...]
+    origins: tuple[tuple[int, ...], ...]
 
     @cached_property
     def by_group(self) -> list[tuple[int, list[int]]]:
@@ -63,6 +66,26 @@ def lr_ratio(adjust_lr_fn: str | None, rows: int, cols: int, transposed: bool) -
     return math.sqrt(max(1, fan_out / fan_in))
 
 
+def make_shard(param: Tensor, name: str, state: State, precision: Precision) -> Shard:
+    """This rank's part of a parameter, its momentum (made if there is none yet) and its gradient.
+
+    Raises:
+        ValueError: a gradient of a kind that cannot be used; it names the parameter.
+    """
+    if "momentum_buffer" not in state:
+        dtype = precision.dtype_of("momentum_buffer", param)
+        state["momentum_buffer"] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    momentum = local_part(state["momentum_buffer"])
+    grad = None if param.grad is None else local_gradient(param.grad, name).to(momentum.dtype)
+    return Shard(make_weights(param, name, state, precision), momentum, grad)
+
+
+def origin_of(piece: Piece, domain: Domain) -> tuple[int, ...]:
+    """The place of a piece's first element in the whole tensor."""
+    box = domain.jobs[piece.job].matrix.box
+    return tuple(start + part.start for (start, _), part in zip(box, piece.where.inner, strict=True))
+
+
 class Load:
     """The shards' side of one bucket in a step.
 
@@ -76,14 +99,14 @@ class Load:
     def __init__(self, route: Route, shards: Mapping[int, Shard], skips: bool, early: bool = False) -> None:
         self.route = route
         held = [shards[tenant] for tenant in route.shipment.tenants]
-        wheres = [piece.where for piece in route.shipment.pieces]
+        self._wheres = wheres = [piece.where for piece in route.shipment.pieces]
         self.present = [shard.grad is not None for shard in held]
         self.certain = [has and not skips for has in self.present]
         self._moves = [certain and not early for certain in self.certain]
-        self._params = [_view(shard.param, where) for shard, where in zip(held, wheres, strict=True)]
-        self._momenta = [_view(shard.momentum, where) for shard, where in zip(held, wheres, strict=True)]
+        self._weights = [shard.weights for shard in held]
+        self._momenta = [view(shard.momentum, where) for shard, where in zip(held, wheres, strict=True)]
         self._grads = [
-            _view(shard.grad, where) if shard.grad is not None else torch.zeros_like(momentum)
+            view(shard.grad, where) if shard.grad is not None else torch.zeros_like(momentum)
             for shard, where, momentum in zip(held, wheres, self._momenta, strict=True)
         ]
 
@@ -116,9 +139,11 @@ class Load:
         for (index, ratio), members in self.route.by_ratio:
             chosen = [i for i in members if kept[i]]
             lr = groups[index]["lr"]  # a tensor's products are rounded in its own dtype, as torch.optim.Muon does
-            params = _pick(self._params, chosen)
-            foreach_mul_(params, float(1 - lr * groups[index]["weight_decay"]))
-            _add(params, _pick(updates, chosen), -float(lr * ratio))
+            weights = [self._weights[i].widen(self._wheres[i]) for i in chosen]
+            foreach_mul_(weights, float(1 - lr * groups[index]["weight_decay"]))
+            _add(weights, _pick(updates, chosen), -float(lr * ratio))
+            for i, wide in zip(chosen, weights, strict=True):
+                self._weights[i].narrow(self._wheres[i], wide, self.route.origins[i])
 
     def _move_momentum(self, places: list[int], momentum: float) -> None:
         foreach_lerp_(_pick(self._momenta, places), _pick(self._grads, places), 1 - momentum)
@@ -144,8 +169,3 @@ def _sorted_out(keys: Sequence[Any]) -> list[tuple[Any, list[int]]]:
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
     return list(places.items())
-
-
-def _view(tensor: Tensor, where: Overlap) -> Tensor:
-    """The piece of a local tensor; most often that is the whole of it."""
-    return tensor if where.numel == tensor.numel() else tensor[where.local]

@@ -94,7 +94,7 @@ def take_survey(
     broken = {index: problems for index, group in enumerate(groups) if (problems := list(option_problems(group)))}
     everywhere = [*faults, *(f"parameter group {index}: {text}" for index, texts in broken.items() for text in texts)]
     seen: dict[int, str] = {}
-    for index, name, param in _named_parameters(groups):
+    for index, name, param in named_parameters(groups):
         group = groups[index]
         circle = _circle_of(param, circles, process_group)
         if circle is None or faults or index in broken:
@@ -158,7 +158,7 @@ def names_of(group: Group, title: str) -> list[str]:
     return group.get("param_names") or [f"parameter {index} of {title}" for index in range(len(group["params"]))]
 
 
-def _named_parameters(groups: Sequence[Group]) -> Iterator[tuple[int, str, Tensor]]:
+def named_parameters(groups: Sequence[Group]) -> Iterator[tuple[int, str, Tensor]]:
     """(group index, name, parameter) of each."""
     for index, group in enumerate(groups):
         for name, param in zip(names_of(group, f"group {index}"), group["params"], strict=True):
