@@ -427,6 +427,18 @@ def slice_errors(case: Case) -> list[str]:
     return messages
 
 
+def slice_is_view(case: Case) -> list[bool]:
+    """For each parameter, whether this rank's slice of an update shares its memory."""
+    group = make_group(case)
+    metadata = hsdp.build_param_shard_metadata_for_group(group)
+    shared = []
+    for param in group.params:
+        update = torch.zeros(param.shape)
+        mine = hsdp.chunk_update_by_layout(update, param, group.layout_spec, metadata[param])
+        shared.append(mine.untyped_storage().data_ptr() == update.untyped_storage().data_ptr())
+    return shared
+
+
 def pad_inputs(case: Case) -> dict[str, Any]:
     """What build_pad_ns_inputs makes of missing inputs, and says of wrong ones."""
     group = make_group(case)

@@ -16,10 +16,16 @@ import torch
 from torch import Tensor, nn
 
 import muonshard
-from muonshard.orthogonalize import JORDAN
+from muonshard.orthogonalize import JORDAN, newton_schulz
 
 SHAPES = ((32, 32), (24, 48), (48, 24), (1, 16), (16, 1), (7, 5))
 STEPS = 20
+
+
+@pytest.fixture(autouse=True)
+def iterate_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch iterates in bfloat16 everywhere; we do where the hardware multiplies it. Then bits are equal."""
+    monkeypatch.setattr(newton_schulz, "iteration_dtype", lambda device: torch.bfloat16)
 
 
 def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -69,6 +75,19 @@ def same(ours: list[Any], theirs: list[Any]) -> bool:
 )
 def test_twenty_steps_give_the_weights_of_torch(options: dict[str, Any]) -> None:
     assert same(trained(muonshard.Muon, **options), trained(torch.optim.Muon, **options))
+
+
+def test_long_matrices_have_weights_close_to_those_of_torch() -> None:
+    """Their Newton-Schulz takes fewer products, and is no less accurate: see muonshard.orthogonalize."""
+    lr, results = 0.02, []
+    for make in (muonshard.Muon, torch.optim.Muon):
+        generator = torch.Generator().manual_seed(2)
+        params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((80, 200), (200, 80), (64, 512))]
+        train(make(params, lr=lr), params)
+        results.append(params)
+    for ours, theirs in zip(*results, strict=True):
+        moved = lr * STEPS * max(1, ours.size(0) / ours.size(1)) ** 0.5 / max(ours.shape) ** 0.5
+        assert (ours - theirs).norm() / theirs.numel() ** 0.5 < 0.02 * moved
 
 
 def test_in_half_precision_weights_differ_from_torch_by_roundings_alone() -> None:
@@ -233,6 +252,28 @@ def test_a_group_added_mid_run_joins_and_the_others_keep_their_momentum() -> Non
         train(optimizer, params, 4, 4)
         results.append(params)
     assert same(*results)
+
+
+def test_a_step_that_failed_leaves_the_next_one_whole() -> None:
+    """Every matrix is orthogonalised in the step after, and none twice."""
+    seen: list[int] = []
+
+    def fail_once(stack: Tensor) -> Tensor:
+        seen.append(len(stack))
+        if len(seen) == 3:
+            raise MemoryError
+        return stack
+
+    params = weights()
+    optimizer = muonshard.Muon(params, lr=0.02, bucket_bytes=1, orthogonalize=fail_once)
+    give_gradients(params, 0)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    seen[:] = [0] * 3
+    before = [param.detach().clone() for param in params]
+    train(optimizer, params, 1, 1)
+    assert seen == [0] * 3 + [1] * len(params)
+    assert not any(torch.equal(param, value) for param, value in zip(params, before, strict=True))
 
 
 def test_options_changed_mid_run_count_from_the_next_step() -> None:

@@ -196,6 +196,12 @@ def test_missing_inputs_are_zeros_like_the_others(pool: Pool) -> None:
         ]
 
 
+@pytest.mark.parametrize(("cut", "shared"), [((0, 0, 1), True), ((0, 1, 1), False), ((0, 0, 2), False)])
+def test_a_slice_is_a_view_where_it_is_contiguous(pool: Pool, cut: tuple[int, int, int], shared: bool) -> None:
+    case = Case((2,), ((8, 4), (4, 8)), (cut,))
+    assert pool.run(2, hsdp_workers.slice_is_view, case) == [[shared, shared]] * 2
+
+
 def test_updates_that_do_not_fit_are_refused(pool: Pool) -> None:
     case = Case((2,), ((6, 2),), ((0, 0, 1),), (((1, 5),),))
     for rank, (part, part_by_rule, plain, by_rule) in enumerate(pool.run(2, hsdp_workers.slice_errors, case)):

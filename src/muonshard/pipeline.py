@@ -31,7 +31,14 @@ class Pipeline:
         self._sent = self._turned = 0
 
     def finish(self) -> None:
-        """Take all buckets through all stages, and be ready for the next step."""
+        """Take all buckets through all stages, and be ready for the next step, also after an error."""
+        try:
+            self._take_all()
+        finally:
+            self._loads.clear()
+            self._sent = self._turned = 0
+
+    def _take_all(self) -> None:
         for tick in range(len(self.routes) + self._lag.apply):
             if tick >= self._sent and tick < len(self.routes):
                 self.send_next()
@@ -42,7 +49,6 @@ class Pipeline:
                 self._stages.level(self._loads[level])
             if apply in self._loads:
                 self._stages.apply(self._loads.pop(apply))
-        self._sent = self._turned = 0
 
     def send_next(self) -> None:
         """Send the first bucket that has not been sent yet."""

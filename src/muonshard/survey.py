@@ -108,18 +108,20 @@ def take_survey(
             survey.adamw.append((param, name))
             continue
         try:
-            residence = find_residence(param, process_group)
+            residence, cost = find_residence(param, process_group), costs(kind_of(group))
         except ValueError as error:
             circle.problems.append(f"{name} {error}")
             continue
         assert residence is not None  # this rank is in the parameter's circle
-        circle.problems += [f"{name} {problem}" for problem in _problems(param, group)]
-        circle.claims.append((name, _claim(param, group, residence)))
+        if problems := [f"{name} {problem}" for problem in _problems(param, group)]:
+            circle.problems += problems
+            continue
+        circle.claims.append((name, _claim(param, group, residence, cost)))
         survey.params.append(param)
         survey.group_of.append(index)
         survey.groups[residence.grid] = residence.groups
         kind, family = kind_of(group), (residence.placements, param.ndim)
-        survey.tenants.append(Tenant(name, residence.layout, residence.grid, rule_of(group), costs(kind), kind, family))
+        survey.tenants.append(Tenant(name, residence.layout, residence.grid, rule_of(group), cost, kind, family))
     for ranks, circle in circles.items():
         circle.claims.insert(0, ("the optimizer", settings))
         if ranks or len(circles) == 1:
@@ -202,11 +204,12 @@ def _adamw_claim(param: Tensor, group: Group) -> str:
     return f"of shape {tuple(param.shape)}, {param.dtype}, {placements}, for AdamW, {options}"
 
 
-def _claim(param: Tensor, group: Group, residence: Residence) -> str:
+def _claim(param: Tensor, group: Group, residence: Residence, cost: CostModel) -> str:
+    flops = sum(cost(matrix.rows, matrix.cols) for matrix in find_matrices(tuple(param.shape), rule_of(group)))
     options = ", ".join(f"{key}={text_of(group[key])}" for key in CLAIMED)
     return (
-        f"of shape {tuple(param.shape)}, {param.dtype}, {residence.placements} on ranks {_grid_text(residence.grid)}, "
-        f"{rule_of(group)}, {kind_of(group)}, {options}"
+        f"of shape {tuple(param.shape)}, {param.dtype} on {param.device.type}, {residence.placements} on ranks "
+        f"{_grid_text(residence.grid)}, {rule_of(group)}, {kind_of(group)}, {flops} FLOPs, {options}"
     )
 
 

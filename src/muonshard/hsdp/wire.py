@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
+from operator import mul
 
 import torch
 import torch.distributed as dist
@@ -64,9 +66,10 @@ def take_buffer(cache: BufferCache, place: int, elements: int, like: Tensor) -> 
     return buffer[:size].view(like.dtype)
 
 
+@lru_cache(maxsize=4096)
 def strides_of(shape: Shape) -> Shape:
-    """The strides of a contiguous tensor."""
-    return tuple(accumulate(reversed(shape[1:]), lambda stride, size: stride * size, initial=1))[::-1] if shape else ()
+    """The strides of a contiguous tensor of at least one dim."""
+    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1]
 
 
 def unpack_views(

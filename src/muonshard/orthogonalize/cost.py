@@ -23,8 +23,8 @@ def flops(
     With s segments, K quintic steps and plain products it is `4 s m^2 n + 2 (4K - 3s) m^3`; with symmetric products at
     half the cost, `3 s m^2 n + (4K - 3s) m^3`. A symmetric product cut into blocks or tiles lies between.
     """
-    gram = symmetric_flops("gram", m, n, dtype, device)
-    square = symmetric_flops("square", m, m, dtype, device)
+    gram = symmetric_flops(m, n, dtype, device)
+    square = symmetric_flops(m, m, dtype, device)
     total = 0
     for segment in segments:
         squarings = sum(1 for step in segment if coefficients[step][2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 
@@ -27,12 +26,6 @@ def iteration_dtype(device: torch.device) -> torch.dtype:
 def cpu_multiplies_bfloat16() -> bool:
     """Whether this CPU has AVX512-BF16 or AMX, and this torch the oneDNN kernels that use them."""
     return torch.backends.mkldnn.is_available() and any(getattr(torch.cpu, name, _no)() for name in _CPU_PROBES)
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton can be imported, without importing it."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def _no() -> bool:

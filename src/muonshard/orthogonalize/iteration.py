@@ -2,8 +2,8 @@
 
 Inside a segment, R and Q are held as a multiple of the identity plus the rest: `R = rho I + r` and `Q = q I + p`. Their
 diagonals are much larger than what stands beside them, and all alike, so rounding them to bfloat16 would scale every
-singular value by the same wrong factor; around their mean it is noise, and smaller. That is what keeps the error of long
-segments below the standard form's.
+singular value by the same wrong factor; around their mean it is noise, and smaller. That is what keeps the error of
+long segments below the standard form's.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from torch import Tensor
 from muonshard.orthogonalize.coefficients import Coefficients
 from muonshard.orthogonalize.products import Scalar, gram, product, symmetric_product
 
+# Rows whose squares are summed in float32 at a time: their float32 copy is what that needs in memory.
+ROWS_AT_A_TIME = 64
+
 
 @dataclass(slots=True)
 class Workspace:
-    """`x` holds the matrices `(B, m, n)`, `y` what they turn into; `squares` are four `(B, m, m)` for the small side.
+    """`x` holds the matrices `(B, m, n)`, `y` what they turn into; `squares` are `(B, m, m)` for the small side.
 
-    Only the first `rows` rows of each matrix are in use, the others are zero. Two `x` and four squares are all that an
-    iteration needs, whatever its length.
+    Only the first `rows` rows of each matrix are in use, the others are zero. These buffers are all that an iteration
+    needs, whatever its length.
     """
 
     x: Tensor
     y: Tensor
-    squares: tuple[Tensor, Tensor, Tensor, Tensor]
+    squares: list[Tensor]
     rows: int
     gram_is_formed: bool = False
 
@@ -38,8 +41,7 @@ class Workspace:
         """Buffers for a stack of `shape` `(B, m, n)`."""
         count, m, n = shape
         x, y = (torch.empty(count, m, n, dtype=dtype, device=device) for _ in range(2))
-        r, s, t, u = (torch.empty(count, m, m, dtype=dtype, device=device) for _ in range(4))
-        return cls(x, y, (r, s, t, u), rows)
+        return cls(x, y, [torch.empty(count, m, m, dtype=dtype, device=device) for _ in range(4)], rows)
 
     def gram(self) -> Tensor:
         """`R = x x^T`, in the first square, unless it is there already."""
@@ -82,9 +84,12 @@ def _standard_step(work: Workspace, coefficients: Coefficients) -> None:
 
 
 def _gram_segment(work: Workspace, steps: Sequence[Coefficients]) -> None:
-    """`y <- Q x`, where Q collects `Z = a I + b R + c R^2` over the steps and R goes along by `R <- Z R Z`."""
+    """`y <- Q x`, where Q collects `Z = a I + b R + c R^2` over the steps and R goes along by `R <- Z R Z`.
+
+    With `Z = zeta I + z` that is `z = c r^2 + (b + 2 c rho) r` and `zeta = a + b rho + c rho^2`; so for the others.
+    """
     rho, r = _centred_gram(work)
-    free = list(work.squares[1:])
+    free = work.squares[1:]
     q: Scalar = 1.0
     p: Tensor | None = None
     for index, (a, b, c) in enumerate(steps):
@@ -115,7 +120,9 @@ def _polynomial(r: Tensor, linear: Scalar, quadratic: float, out: Tensor) -> Non
 def _centred_gram(work: Workspace) -> tuple[Scalar, Tensor]:
     """`(rho, r)` with `x x^T = rho I + r`, whose diagonal comes from sums in float32 and is rounded around its mean."""
     r = work.gram()
-    diagonal = torch.linalg.vector_norm(work.x, dim=-1, dtype=_at_least_float32(r)).square()
+    parts = work.x.split(ROWS_AT_A_TIME, dim=1)
+    norms = [torch.linalg.vector_norm(part, dim=-1, dtype=_at_least_float32(r)) for part in parts]
+    diagonal = torch.cat(norms, dim=1).square_()
     mean = diagonal[:, : work.rows].mean(dim=-1, keepdim=True)
     r.diagonal(dim1=-2, dim2=-1).copy_(diagonal - mean)
     return _scalar(mean), r
@@ -134,5 +141,5 @@ def _at_least_float32(r: Tensor) -> torch.dtype:
 
 
 def _scalar(values: Tensor) -> Scalar:
-    """`(B, 1)` as a float where that is free, as products fuse it; else as a tensor, so as not to wait for the device."""
+    """`(B, 1)` as a float where that is free, for products fuse it; else as a tensor, not to wait for the device."""
     return values.item() if values.numel() == 1 and values.device.type == "cpu" else values.unsqueeze(-1)
