@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -306,30 +305,6 @@ def agree_about(options: dict[str, Any]) -> None:
     [{"orthogonalize": halve}, {"orthogonalize": functools.partial(halve, factor=0.25)}, {"lr": torch.tensor(0.5)}],
     ids=["function", "partial", "tensor lr"],
 )
-@dataclass(frozen=True)
-class Guess:
-    """An orthogonaliser whose FLOPs each rank counts otherwise."""
-
-    def __call__(self, stack: Tensor) -> Tensor:
-        return stack
-
-    def flops(self, rows: int, cols: int) -> int:
-        return rows * cols * (1 + dist.get_rank())
-
-
-def test_ranks_that_would_deal_matrices_out_by_other_costs_hear_of_it(pool: Pool) -> None:
-    errors = pool.run(2, try_guesses)
-    assert len(set(errors)) == 1
-    assert "24 FLOPs" in errors[0]
-    assert "48 FLOPs" in errors[0]
-
-
-def try_guesses() -> str:
-    with pytest.raises(ValueError, match="first") as caught:
-        agree_about({"orthogonalize": Guess()})
-    return str(caught.value)
-
-
 def test_equal_options_are_equal_though_they_lie_elsewhere_in_each_process(pool: Pool, options: dict[str, Any]) -> None:
     assert pool.run(2, agree_about, options) == [None, None]
 
