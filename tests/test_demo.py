@@ -104,7 +104,7 @@ def test_the_demo_says_what_the_plan_says_is_sent(demo: tuple[str, Path]) -> Non
     matrices = sum(p.numel() for name, p in train_gpt.GPT().named_parameters() if "blocks" in name and p.ndim == 2)
     sent = runs.load(folder / "muon.json").bytes_sent
     payload = 2 * 2 * matrices / 4 * (1 - 1 / 2) + 2 * matrices / 2 * (1 - 1 / 2)  # 2 replicas of 2 shards, bfloat16
-    flags = 2 * (6 + 6 + 12)  # a flag for each piece: of 24 matrices, 6 go to the other shard, 6 come, 12 cross replicas
+    flags = 2 * (6 + 6 + 12)  # one for each piece: of 24 matrices, 6 go to the other shard, 6 come, 12 cross replicas
     assert sent == payload + flags
     assert f"{sent / 1e6:.2f} MB" in printed
     assert runs.load(folder / "adamw.json").bytes_sent == 0
