@@ -12,16 +12,17 @@ from muonshard.orthogonalize.coefficients import JORDAN, Coefficients
 from muonshard.orthogonalize.cost import flops
 from muonshard.orthogonalize.devices import iteration_dtype
 from muonshard.orthogonalize.iteration import Workspace, iterate, scale_to_schatten4
-from muonshard.orthogonalize.restarts import FEWEST_ROWS, LIMITS, restarts, segments
+from muonshard.orthogonalize.restarts import LIMITS, restarts, segments
 
 Normalization = Literal["frobenius", "schatten4"]
 
 # Buffers have sides of a multiple of this, so that every matrix of a stack starts on a cache line wherever it stands in
 # it: float32 kernels give other bits on other alignments.
 ALIGNMENT = 8
-# On a CPU, elements of one chunk of small matrices. Chunks always have this size, if need be with zeros, so that the
-# kernel, hence the bits, is the same for one matrix and for a thousand.
-CHUNK_ELEMENTS = 1 << 14
+# On a CPU, matrices of fewer rows go through batched products in chunks of so many elements, filled up with zeros: the
+# size is always the same, so that the kernel, hence the bits, is the same for one matrix and for a thousand.
+CHUNKED_BELOW_ROWS = 64
+CHUNK_ELEMENTS = 1 << 15
 # On an accelerator, where chunks only bound the memory.
 CHUNK_ELEMENTS_ACCELERATOR = 1 << 26
 
@@ -35,7 +36,7 @@ class NewtonSchulz:
     `normalize`: "frobenius", as `torch.optim.Muon`; or "schatten4", `||X X^T||_F^(1/2)`, which is never below the
         largest singular value either, but closer to it, so that small singular values start several times larger.
     `dtype`: of the iteration (bfloat16, float32 or float64); None is the fastest that the device has in hardware.
-    `restart`: the steps before which `X X^T` is formed afresh; None is the cheapest set for each shape that is as
+    `restart`: the steps before which `X X^T` is formed afresh; None is the fastest set for each shape that is as
         accurate as all of them, `range(1, steps)`, which is the standard form and `torch.optim.Muon`'s bits.
 
     On a CPU the result for a matrix is the same bits however it is stacked, strided and aligned.
@@ -56,8 +57,8 @@ class NewtonSchulz:
         if not self.eps > 0:
             raise ValueError(f"eps={self.eps} must be above 0, or a matrix of zeros becomes one of NaN")
         steps = len(self.coefficients)
-        if self.restart is not None and not all(0 < k < steps for k in self.restart):
-            raise ValueError(f"restart={self.restart} must name steps after the first of {steps}: 0 < k < {steps}")
+        if self.restart is not None and list(self.restart) != [k for k in range(1, steps) if k in self.restart]:
+            raise ValueError(f"restart={self.restart} must name steps after the first of {steps}, in rising order")
 
     @torch.no_grad()
     def __call__(self, stack: Tensor, /, *, out: Tensor | None = None) -> Tensor:
@@ -65,7 +66,7 @@ class NewtonSchulz:
 
         The result is written to `out` if given, which may be `stack` itself. Zeros stay zeros. A matrix with a number
         that is not finite comes out not finite, and affects no other. Beside the result this needs `2 m n + 4 m^2`
-        elements of the iteration's dtype, `m <= n`: matrices are taken one at a time, or in chunks of 2^14 elements.
+        elements of the iteration's dtype, `m <= n`: matrices are taken one at a time, or in chunks of 2^15 elements.
 
         Raises ValueError for a stack that is not floating point of three dims, and for an `out` that does not fit it.
         """
@@ -118,7 +119,7 @@ def _work_shape(m: int, n: int, count: int, device: torch.device) -> tuple[int, 
     m, n = _align(m), _align(n)
     if device.type != "cpu":
         return max(1, min(count, CHUNK_ELEMENTS_ACCELERATOR // (m * n))), m, n
-    return (1 if m >= FEWEST_ROWS else max(1, CHUNK_ELEMENTS // (m * n))), m, n
+    return (1 if m >= CHUNKED_BELOW_ROWS else max(1, CHUNK_ELEMENTS // (m * n))), m, n
 
 
 def _align(size: int) -> int:
