@@ -105,7 +105,7 @@ def gather_stride(layouts: Iterable[Layout], itemsize: int) -> int:
     """Elements a rank sends to each other one in a fused all-gather: shards padded to the largest, aligned; flags."""
     block = ALIGNMENT // itemsize
     sizes = [layout.max_local_numel for layout in layouts]
-    return sum(-(-size // block) * block for size in [*sizes, len(sizes)]) if sizes else 0
+    return sum(-(-size // block) * block for size in [*sizes, len(sizes) + 1]) if sizes else 0
 
 
 def _gather_is_quicker(

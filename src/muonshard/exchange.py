@@ -42,7 +42,7 @@ class Shipment:
         self.tenants = [domain.jobs[piece.job].tenant for piece in self.pieces]
         self.all_tenants = tuple(dict.fromkeys(domain.jobs[job].tenant for job in bucket.jobs))
         self._trip: Trip = (
-            GatherTrip(bucket, domain, plan, links.shard, carve)
+            GatherTrip(bucket, domain, plan, links.shard, verdict, carve)
             if bucket.fused and links.shard is not None
             else OwnerTrip(number, domain, links, label, verdict, carve)
         )

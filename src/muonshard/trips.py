@@ -21,7 +21,7 @@ from muonshard.hsdp.wire import BufferCache
 from muonshard.layout import Layout
 from muonshard.meshes import Link, Links
 from muonshard.plan import Bucket, Domain, Plan
-from muonshard.verdict import Verdict
+from muonshard.verdict import ELSEWHERE, Verdict
 from muonshard.wires import Carve, Stack, Transfer, Wire, make_stacks
 
 
@@ -123,10 +123,10 @@ class OwnerTrip:
 class GatherTrip:
     """One fused all-gather, after which every rank has every matrix of its replica, and its own part of each update.
 
-    The presence flags travel with it, as one more tensor: a flag for each parameter.
+    Flags travel with it, as one more tensor: one for each parameter's presence, one for a fault that was heard of.
     """
 
-    def __init__(self, bucket: Bucket, domain: Domain, plan: Plan, link: Link, carve: Carve) -> None:
+    def __init__(self, bucket: Bucket, domain: Domain, plan: Plan, link: Link, verdict: Verdict, carve: Carve) -> None:
         shard = domain.seat.shard
         layouts = [plan.tenants[tenant].layout for tenant in bucket.gathers]
         pieces = [piece for by_shard in bucket.outgoing for piece in by_shard]
@@ -143,13 +143,15 @@ class GatherTrip:
             for job, (_, place, box) in zip(boxes, self._boxes, strict=True)
         }
         self._keep = dict.fromkeys(boxes, False)
-        self._flags = _carve_like((len(layouts), *[1] * (len(layouts[0].shape) - 1)) if layouts else (0,), carve)
-        self._gather = _FusedGather([*shards, self._flags], layouts, shard, link) if layouts else None
+        self._flags, self._verdict = carve(len(layouts) + 1), verdict
+        self._gather = _FusedGather(shards, self._flags, layouts, shard, link) if layouts else None
 
     def send(self, present: Sequence[bool]) -> None:
         self._flags.zero_()
         for place in {place for place, has in zip(self._places, present, strict=True) if has}:
             self._flags[place] = 1
+        if self._verdict.word:
+            self._flags[-1] = 1
 
     def has_arrived(self) -> bool:
         return self._gather is None
@@ -161,7 +163,9 @@ class GatherTrip:
                 [box for box, _, _ in self._boxes],
                 [whole[place][tuple(slice(*span) for span in box)] for _, place, box in self._boxes],
             )
-            table = flags.view(-1, len(whole)).tolist()
+            table = flags.view(-1, len(self._flags)).tolist()
+            if any(row[-1] for row in table):
+                self._verdict.hear(ELSEWHERE)
             for job, holders in self._holders.items():
                 self._keep[job] = any(table[shard][place] for shard, place in holders)
         return [job for job, keep in self._keep.items() if keep]
@@ -178,23 +182,23 @@ class GatherTrip:
 
 
 class _FusedGather:
-    """The shard layer's gather of parameters that one mesh axis cuts, with a tensor of flags behind them."""
+    """The shard layer's gather of parameters that one mesh axis cuts, and of a row of flags from each rank."""
 
-    def __init__(self, tensors: list[Tensor], layouts: Sequence[Layout], shard: int, link: Link) -> None:
+    def __init__(self, shards: list[Tensor], flags: Tensor, layouts: Sequence[Layout], shard: int, link: Link) -> None:
         ((dim, size, _),) = layouts[0].axes
-        self._tensors, self._groups = tensors, [link.group]
+        row = tuple(len(flags) if d == dim else 1 for d in range(len(layouts[0].shape)))
+        self._tensors, self._groups = [*shards, flags.view(row)], [link.group]
         self._spec = ParamLayoutSpec(len(layouts[0].shape), ((0, dim),), ())
         self._buffers: BufferCache = {}
-        flags = tuple(tensors[-1].shape)
         shapes = [[layout.local_shape(f) for f in range(size)] for layout in layouts]
         self._metas = [
             ParamShardMeta(layout.shape, prod(layout.shape), by_rank[shard], prod(by_rank[shard]), (stage,))
             for layout, by_rank in zip(layouts, shapes, strict=True)
             for stage in [make_stage(dim, shard, by_rank, 1)]
         ]
-        whole = (*flags[:dim], flags[dim] * size, *flags[dim + 1 :])
-        stage = make_stage(dim, shard, [flags] * size, 1)
-        self._metas.append(ParamShardMeta(whole, prod(whole), flags, prod(flags), (stage,)))
+        rows = tuple(length * size if d == dim else 1 for d, length in enumerate(row))
+        stage = make_stage(dim, shard, [row] * size, 1)
+        self._metas.append(ParamShardMeta(rows, prod(rows), row, prod(row), (stage,)))
 
     def __call__(self) -> list[Tensor]:
         whole = fused_allgather_dtensor_params(
