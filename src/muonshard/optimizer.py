@@ -23,7 +23,7 @@ from muonshard.adamw import AdamWGroups
 from muonshard.buckets import Exchange
 from muonshard.checkpoint import load_state
 from muonshard.exchange import Shipment, lag_of, make_shipments
-from muonshard.meshes import check_dense, check_gradient, local_part, make_links, make_links_apart, this_rank
+from muonshard.meshes import check_dense, check_gradient, make_links, make_links_apart, this_rank, work_device
 from muonshard.orthogonalize import JORDAN, Orthogonalizer, flops, resolve
 from muonshard.overlap import Overlap
 from muonshard.owners import CostModel
@@ -298,7 +298,7 @@ class Muon(torch.optim.Optimizer):
         settings = self._settings
         faults = [*settings.problems(), *settings.precision.problems(named_parameters(self.param_groups))]
         survey = take_survey(self.param_groups, settings.process_group, self._cost_model, str(settings), faults)
-        device = local_part(survey.params[0]).device.type if survey.params else "cpu"
+        device = work_device(survey.params[0]).type if survey.params else "cpu"
         self._plan = make_plan(
             survey.tenants,
             this_rank(),
@@ -319,8 +319,8 @@ class Muon(torch.optim.Optimizer):
             self._overlap = Overlap(survey.params, names, self._pipelines_here)
 
     def _pipelines_here(self) -> list[Pipeline]:
-        """The buckets of each domain, with buffers on the device where the shards live."""
-        device = local_part(self._survey.params[0]).device if self._survey.params else torch.device("cpu")
+        """The buckets of each domain, with buffers on the device where the work is done."""
+        device = work_device(self._survey.params[0]) if self._survey.params else torch.device("cpu")
         if self._pipelines is None or self._device != device:
             shipments, self.arena_bytes = make_shipments(
                 self._plan, self._links, self._settings.exchange_dtype, device, at_once=self._overlap is not None

@@ -141,7 +141,8 @@ class Load:
             lr = groups[index]["lr"]  # a tensor's products are rounded in its own dtype, as torch.optim.Muon does
             weights = [self._weights[i].widen(self._wheres[i]) for i in chosen]
             foreach_mul_(weights, float(1 - lr * groups[index]["weight_decay"]))
-            _add(weights, _pick(updates, chosen), -float(lr * ratio))
+            arrived = [updates[i].to(wide.device) for i, wide in zip(chosen, weights, strict=True)]  # offloaded shards
+            _add(weights, arrived, -float(lr * ratio))
             for i, wide in zip(chosen, weights, strict=True):
                 self._weights[i].narrow(self._wheres[i], wide, self.route.origins[i])
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonshard.agreement import Circle, check, text_of
 from muonshard.matrices import MatrixRule, find_matrices
-from muonshard.meshes import Distributed, Residence, find_residence
+from muonshard.meshes import Distributed, Residence, find_residence, work_device
 from muonshard.owners import CostModel
 from muonshard.plan import Grid, Tenant
 
@@ -113,7 +113,7 @@ def take_survey(
             circle.problems.append(f"{name} {error}")
             continue
         assert residence is not None  # this rank is in the parameter's circle
-        if problems := [f"{name} {problem}" for problem in _problems(param, group)]:
+        if problems := [f"{name} {problem}" for problem in _problems(param, group, survey)]:
             circle.problems += problems
             continue
         circle.claims.append((name, _claim(param, group, residence, cost)))
@@ -167,7 +167,10 @@ def named_parameters(groups: Sequence[Group]) -> Iterator[tuple[int, str, Tensor
             yield index, name, param
 
 
-def _problems(param: Tensor, group: Group) -> Iterator[str]:
+def _problems(param: Tensor, group: Group, survey: Survey) -> Iterator[str]:
+    here, others = work_device(param), work_device(survey.params[0] if survey.params else param)
+    if here != others:
+        yield f"is on {here}, other parameters on {others}: give it an optimizer of its own"
     if param.is_complex() or not param.is_floating_point():
         yield f"has dtype {param.dtype}: Muon takes real floating point parameters (algorithm='adamw' takes others)"
     if param.layout != torch.strided:
