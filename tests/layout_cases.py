@@ -172,6 +172,16 @@ def matrices_of(param: Param) -> list[Tensor]:
     return found
 
 
+ORTHOGONALIZERS = {"unit_rows": unit_rows, "polar": polar}
+"""By the names that cases have for them."""
+
+
+def options_of(case: Case) -> dict[str, Any]:
+    """The optimizer's arguments."""
+    named = case.options.get("orthogonalize", "newton_schulz")
+    return {**case.options, "orthogonalize": ORTHOGONALIZERS.get(named, named)}
+
+
 _MESHES: dict[Any, dict[Mesh, DeviceMesh]] = {}
 
 
@@ -201,7 +211,7 @@ def _run(case: Case) -> RankResult:
         for i, (param, spec) in enumerate(zip(params, case.params, strict=True))
     ]
     plain = any(spec.mesh is None for spec in case.params)
-    optimizer = muonshard.Muon(groups, **case.options, process_group=dist.group.WORLD if plain else None)
+    optimizer = muonshard.Muon(groups, **options_of(case), process_group=dist.group.WORLD if plain else None)
     errors = []
     for step in range(1, STEPS + 1):
         for param, grad, spec in zip(params, draw(case, step), case.params, strict=True):
@@ -278,7 +288,7 @@ def one_process(case: Case) -> tuple[list[Tensor], list[Tensor], list[set[int]]]
     momenta = [torch.zeros_like(value) for value in whole]
     if not groups:
         return whole, momenta, [set()] * STEPS
-    optimizer = muonshard.Muon(groups, **case.options)
+    optimizer = muonshard.Muon(groups, **options_of(case))
     dropped: list[set[int]] = []
     for step in range(1, STEPS + 1):
         grads = draw(case, step)
