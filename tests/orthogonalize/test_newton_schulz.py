@@ -85,6 +85,22 @@ def test_a_matrix_comes_out_the_same_in_any_company(
     assert torch.equal(together[place], resolve("newton_schulz")(stack.mT.contiguous().mT[place : place + 1])[0])
 
 
+@pytest.mark.parametrize("shape", [(8, 8), (33, 70), (1, 5000), (127, 511), (256, 1024)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_number_of_threads_does_not_change_the_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    stack = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    form, before = NewtonSchulz(dtype=dtype), torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(form(stack))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
 def test_zeros_stay_zeros_and_what_is_not_finite_stays_by_itself() -> None:
     stack = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0))
     stack[1] = 0

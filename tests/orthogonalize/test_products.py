@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.counting import PeakMemory
 from muonshard.orthogonalize import CUBIC, JORDAN, NewtonSchulz, polar_express
 from muonshard.orthogonalize import products as products_module
+from muonshard.orthogonalize.newton_schulz import CHUNK_ELEMENTS
 from muonshard.orthogonalize.products import gram, product, symmetric_product
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32, torch.float64])
@@ -62,7 +65,8 @@ def test_flops_are_what_torch_counts(
     coefficients: tuple[tuple[float, float, float], ...], shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     form = NewtonSchulz(coefficients, dtype=dtype)
-    count = max(1, (1 << 15) // (-(-shape[0] // 8) * -(-shape[1] // 8) * 64)) if min(shape) <= 56 else 1
+    padded = 64 * math.ceil(shape[0] / 8) * math.ceil(shape[1] / 8)
+    count = max(1, CHUNK_ELEMENTS[dtype] // padded)  # small matrices go in chunks of this many, filled up with zeros
     with FlopCounterMode(display=False) as counter:
         form(torch.randn(count, *shape))
     assert counter.get_total_flops() == count * form.flops(*shape)

@@ -19,10 +19,10 @@ Normalization = Literal["frobenius", "schatten4"]
 # Buffers have sides of a multiple of this, so that every matrix of a stack starts on a cache line wherever it stands in
 # it: float32 kernels give other bits on other alignments.
 ALIGNMENT = 8
-# On a CPU, matrices of fewer rows go through batched products in chunks of so many elements, filled up with zeros: the
-# size is always the same, so that the kernel, hence the bits, is the same for one matrix and for a thousand.
-CHUNKED_BELOW_ROWS = 64
-CHUNK_ELEMENTS = 1 << 15
+# On a CPU, small matrices go through batched products in chunks of so many elements, filled up with zeros: the size is
+# always the same, so that the kernel, hence the bits, is the same for one matrix and for a thousand. In bfloat16 a call
+# costs more, so there larger matrices gain.
+CHUNK_ELEMENTS = {torch.bfloat16: 1 << 15, torch.float32: 1 << 13, torch.float64: 1 << 13}
 # On an accelerator, where chunks only bound the memory.
 CHUNK_ELEMENTS_ACCELERATOR = 1 << 26
 
@@ -66,7 +66,7 @@ class NewtonSchulz:
 
         The result is written to `out` if given, which may be `stack` itself. Zeros stay zeros. A matrix with a number
         that is not finite comes out not finite, and affects no other. Beside the result this needs `2 m n + 4 m^2`
-        elements of the iteration's dtype, `m <= n`: matrices are taken one at a time, or in chunks of 2^15 elements.
+        elements of the iteration's dtype, `m <= n`: a CPU takes matrices one at a time, or in chunks of 2^15 elements.
 
         Raises ValueError for a stack that is not floating point of three dims, and for an `out` that does not fit it.
         """
@@ -79,7 +79,7 @@ class NewtonSchulz:
         count, m, n = target.shape
         dtype = self.dtype or iteration_dtype(stack.device)
         plan = segments(len(self.coefficients), self._restarts(m, n, dtype))
-        shape = _work_shape(m, n, count, stack.device)
+        shape = _work_shape(m, n, count, dtype, stack.device)
         work = Workspace.allocate(shape, m, dtype, stack.device)
         for start in range(0, count, shape[0]):
             part = slice(start, min(start + shape[0], count))
@@ -114,12 +114,12 @@ class NewtonSchulz:
             scale_to_schatten4(work)
 
 
-def _work_shape(m: int, n: int, count: int, device: torch.device) -> tuple[int, int, int]:
+def _work_shape(m: int, n: int, count: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
     """The shape of the buffers; on a CPU it does not depend on `count`."""
     m, n = _align(m), _align(n)
     if device.type != "cpu":
         return max(1, min(count, CHUNK_ELEMENTS_ACCELERATOR // (m * n))), m, n
-    return (1 if m >= CHUNKED_BELOW_ROWS else max(1, CHUNK_ELEMENTS // (m * n))), m, n
+    return max(1, CHUNK_ELEMENTS[dtype] // (m * n)), m, n
 
 
 def _align(size: int) -> int:
