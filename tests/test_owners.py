@@ -15,6 +15,7 @@ from muonshard.matrices import Matrix, MatrixRule, find_matrices
 from muonshard.owners import Seat, Work, deal, longest_first
 
 Shape = tuple[int, ...]
+WHOLE = MatrixRule()
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Table:
     tensors: tuple[tuple[Shape, tuple[Cut, ...]], ...]
     axes: tuple[int, ...]
     replicas: int = 1
+    rule: MatrixRule = WHOLE
 
     @property
     def shards(self) -> int:
@@ -38,7 +40,7 @@ class Table:
         works = []
         for shape, cuts in self.tensors:
             layout = make_layout(shape, self.axes, cuts)
-            for matrix in find_matrices(shape, MatrixRule()):
+            for matrix in find_matrices(shape, self.rule):
                 m, n = sorted((matrix.rows, matrix.cols))
                 works.append(Work(matrix, layout, 5 * (4 * m * m * n + 2 * m**3)))
         return works
@@ -144,8 +146,8 @@ def test_equal_matrices_are_shared_out_evenly_over_uneven_shards_too() -> None:
 
 
 def test_a_rank_that_holds_twice_the_average_part_gets_the_matrix_where_loads_allow() -> None:
-    table = Table((((2, 8), (Cut(0),)),) * 2, (4,))
-    assert {owner for _, owner in table.dealt()} == {Seat(0, 0), Seat(1, 0)}
+    table = Table((((16, 8), (Cut(0),)),), (8,), rule=MatrixRule(num_heads=4))
+    assert [owner.shard // 2 for _, owner in table.dealt()] == [0, 1, 2, 3]
 
 
 def test_loads_come_before_bytes_where_holders_would_be_overloaded() -> None:

@@ -60,6 +60,12 @@ def test_it_says_who_owns_what_where_there_are_few() -> None:
     assert ["133% of the mean" in line for line in owners] == [True, True, False, False]
 
 
+def test_the_work_of_the_busiest_rank_is_that_of_who_owns_most() -> None:
+    case = Case((4,), (((8, 8), (Cut(0),), MatrixRule()),) * 6)
+    (cost,) = {job.cost for job in case.plans[0].domains[0].jobs}
+    assert rows(report(case))["this plan"][1] == f"{2 * cost / 1000:.4g} kFLOP"
+
+
 def test_it_says_how_far_loads_are_from_level_where_there_are_many() -> None:
     text = report(Case((16,), (((64, 32), (Cut(0),), MatrixRule()),) * 24))
     assert "owners' loads: 0.67 to 1.33 of the mean" in text
