@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from muonshard.orthogonalize import newton_schulz
 from pool import Pool
 
 settings.register_profile(
@@ -26,3 +27,9 @@ def pool() -> Iterator[Pool]:
     workers = Pool(size=8)
     yield workers
     workers.close()
+
+
+@pytest.fixture
+def iterates_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch iterates in bfloat16 everywhere; we do where the hardware multiplies it, and then bits are equal."""
+    monkeypatch.setattr(newton_schulz, "iteration_dtype", lambda device: torch.bfloat16)

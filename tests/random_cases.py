@@ -27,7 +27,8 @@ def meshes(draw: st.DrawFn) -> Mesh:
     shape = draw(st.sampled_from(MESH_SHAPES))
     size = math.prod(shape)
     ranks = tuple(range(size))
-    return Mesh(shape, ranks if draw(st.booleans()) else tuple(WORLD - 1 - rank for rank in ranks))
+    backwards = draw(st.sampled_from((False, False, True)))
+    return Mesh(shape, tuple(WORLD - 1 - rank for rank in ranks) if backwards else ranks)
 
 
 @st.composite
@@ -81,24 +82,41 @@ OPTIONS = st.fixed_dictionaries(
 """Of a parameter's group; what is not given is by default."""
 
 
+Where = tuple[int | None, tuple[int | None, ...], bool]
+"""A parameter's mesh, cuts and their order."""
+
+
 @st.composite
-def parameters(draw: st.DrawFn, places: tuple[Mesh, ...]) -> Param:
-    """A parameter on one of these meshes, or a plain one that the whole world holds."""
-    shape, rule = draw(tensors())
+def residences(draw: st.DrawFn, places: tuple[Mesh, ...], ndim: int) -> Where:
+    """Where a parameter may live: on one of these meshes, or as a plain tensor on every rank of the world."""
     index = draw(st.sampled_from((*range(len(places)), *range(len(places)), None)))
-    mesh = None if index is None else places[index]
-    dims = [None, *range(len(shape))]
-    cuts = tuple(draw(st.sampled_from(dims)) for _ in mesh.shape) if mesh else ()
-    shards = math.prod(size for size, cut in zip(mesh.shape, cuts, strict=True) if cut is not None) if mesh else 1
-    some = st.one_of(st.just(frozenset(range(shards))), st.frozensets(st.integers(0, shards - 1)))
-    absent = draw(st.one_of(st.just((frozenset(),) * STEPS), st.tuples(*[some] * STEPS)))
+    if index is None:
+        return None, (), False
+    axes, dims = len(places[index].shape), list(range(ndim))
+    as_hsdp = st.tuples(*[st.none()] * (axes - 1), st.sampled_from(dims))
+    anyhow = st.tuples(*[st.sampled_from([*dims, None])] * axes)
+    return index, draw(st.one_of(anyhow, as_hsdp)), draw(st.booleans())
+
+
+@st.composite
+def parameters(draw: st.DrawFn, places: tuple[Mesh, ...], others: list[Param]) -> Param:
+    """A parameter; it may live where one of the others does."""
+    shape, rule = draw(tensors())
+    alike = [(p.mesh, p.cuts, p.inner_first) for p in others if len(p.shape) == len(shape)]
+    shared = st.sampled_from(alike) if alike else st.nothing()
+    index, cuts, inner_first = draw(st.one_of(shared, residences(places, len(shape))))
+    mesh_shape = () if index is None else places[index].shape
+    shards = math.prod(size for size, cut in zip(mesh_shape, cuts, strict=True) if cut is not None)
+    none, every = frozenset[int](), frozenset(range(shards))
+    some = st.one_of(st.sampled_from((none, every)), st.frozensets(st.integers(0, shards - 1)))
+    absent = draw(st.one_of(st.just((none,) * STEPS), st.tuples(*[some] * STEPS)))
     spoilt = st.tuples(st.integers(0, STEPS - 1), st.integers(0, 999), VALUES)
     poison = draw(st.one_of(st.just([]), st.lists(spoilt, max_size=2)))
     return Param(
         shape=shape,
         mesh=index,
         cuts=cuts,
-        inner_first=draw(st.booleans()),
+        inner_first=inner_first,
         dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16))),
         options=rule | draw(OPTIONS),
         absent=absent,
@@ -108,9 +126,9 @@ def parameters(draw: st.DrawFn, places: tuple[Mesh, ...]) -> Param:
 
 RUN_OPTIONS = st.fixed_dictionaries(
     {
-        "bucket_bytes": st.sampled_from((1, 1 << 9, 1 << 12, 64 << 20)),
+        "bucket_bytes": st.sampled_from((64 << 20, 1 << 12, 1 << 9, 1)),
         "exchange_dtype": st.sampled_from((torch.bfloat16, torch.bfloat16, torch.float32, torch.float16)),
-        "exchange": st.sampled_from(("owner", "owner", "allgather", "auto")),
+        "exchange": st.sampled_from(("allgather", "owner", "auto")),
         "orthogonalize": st.sampled_from(("newton_schulz", "newton_schulz", "unit_rows", "polar")),
         "nonfinite": st.sampled_from(("propagate", "skip", "raise")),
     }
@@ -121,5 +139,7 @@ RUN_OPTIONS = st.fixed_dictionaries(
 def cases(draw: st.DrawFn) -> Case:
     """A few parameters on one mesh or two."""
     places = tuple(draw(st.lists(meshes(), min_size=1, max_size=2)))
-    params = tuple(draw(st.lists(parameters(places), min_size=1, max_size=5)))
-    return Case(places, params, draw(RUN_OPTIONS), draw(st.integers(0, 99)))
+    params: list[Param] = []
+    for _ in range(draw(st.integers(1, 6))):
+        params.append(draw(parameters(places, params)))
+    return Case(places, tuple(params), draw(RUN_OPTIONS), draw(st.integers(0, 99)))

@@ -20,12 +20,7 @@ from muonshard.orthogonalize import JORDAN, newton_schulz
 
 SHAPES = ((32, 32), (24, 48), (48, 24), (1, 16), (16, 1), (7, 5))
 STEPS = 20
-
-
-@pytest.fixture(autouse=True)
-def iterate_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch iterates in bfloat16 everywhere; we do where the hardware multiplies it. Then bits are equal."""
-    monkeypatch.setattr(newton_schulz, "iteration_dtype", lambda device: torch.bfloat16)
+pytestmark = pytest.mark.usefixtures("iterates_as_torch_does")
 
 
 def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -77,8 +72,9 @@ def test_twenty_steps_give_the_weights_of_torch(options: dict[str, Any]) -> None
     assert same(trained(muonshard.Muon, **options), trained(torch.optim.Muon, **options))
 
 
-def test_long_matrices_have_weights_close_to_those_of_torch() -> None:
-    """Their Newton-Schulz takes fewer products, and is no less accurate: see muonshard.orthogonalize."""
+def test_weights_are_close_to_those_of_torch_where_the_iteration_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, and for long matrices by fewer products, as on a CPU that does not multiply bfloat16."""
+    monkeypatch.setattr(newton_schulz, "iteration_dtype", lambda device: torch.float32)
     lr, results = 0.02, []
     for make in (muonshard.Muon, torch.optim.Muon):
         generator = torch.Generator().manual_seed(2)
@@ -87,7 +83,7 @@ def test_long_matrices_have_weights_close_to_those_of_torch() -> None:
         results.append(params)
     for ours, theirs in zip(*results, strict=True):
         moved = lr * STEPS * max(1, ours.size(0) / ours.size(1)) ** 0.5 / max(ours.shape) ** 0.5
-        assert (ours - theirs).norm() / theirs.numel() ** 0.5 < 0.02 * moved
+        assert (ours - theirs).norm() / theirs.numel() ** 0.5 < 0.005 * moved
 
 
 def test_in_half_precision_weights_differ_from_torch_by_roundings_alone() -> None:

@@ -18,6 +18,8 @@ import muonshard
 from muonshard.shards import lr_ratio
 from pool import Pool
 
+pytestmark = pytest.mark.usefixtures("iterates_as_torch_does")
+
 SHAPES = ((6, 4), (5,), (3, 2, 2), (), (1, 7))
 
 
