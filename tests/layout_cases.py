@@ -86,6 +86,8 @@ class RankResult:
     collectives: int
     planned_bytes: int
     planned_collectives: int
+    sends: int
+    planned_sends: int
     payload: int
     bound: float
 
@@ -230,6 +232,8 @@ def _run(case: Case) -> RankResult:
         collectives=traffic.collectives,
         planned_bytes=plan.bytes_sent,
         planned_collectives=plan.collectives,
+        sends=traffic.calls_by_name.get("send", 0),
+        planned_sends=plan.sends,
         payload=plan.payload_bytes,
         bound=plan.bound_bytes,
     )
@@ -336,9 +340,10 @@ def mismatches(case: Case, results: Sequence[RankResult]) -> list[str]:
                     found.append(f"rank {rank} holds parameter {i}, or does not")
                 elif part is not None and expected is not None and not same_bits(part, expected):
                     found.append(f"{what} {i} differs on rank {rank} by {_difference(part, expected)}")
-        sent, planned = (result.bytes_sent, result.collectives), (result.planned_bytes, result.planned_collectives)
+        sent = result.bytes_sent, result.collectives, result.sends
+        planned = result.planned_bytes, result.planned_collectives, result.planned_sends
         if sent != planned:
-            found.append(f"rank {rank} sent {sent} (bytes, collectives) where the plan says {planned}")
+            found.append(f"rank {rank} sent {sent} (bytes, collectives, sends) where the plan says {planned}")
     payload, bound = sum(result.payload for result in results), sum(result.bound for result in results)
     if case.options.get("exchange") == "owner" and payload > bound + 1e-6:
         found.append(f"{payload} bytes travel, more than the bound {bound}")

@@ -265,7 +265,7 @@ def test_where_everything_lies_whole_with_its_owner_there_is_no_collective() -> 
 def test_replicas_share_the_work_and_then_the_updates() -> None:
     case = Case((4,), (((8, 3), (None,), MatrixRule()),) * 8)
     assert Counter(job.owner.replica for job in only(case).jobs) == {0: 2, 1: 2, 2: 2, 3: 2}
-    assert case.plans[0].collectives == len(only(case).buckets)
+    assert (case.plans[0].collectives, case.plans[0].sends) == (0, 3 * len(only(case).buckets))
 
 
 def test_parameters_cut_along_other_axes_are_other_domains() -> None:

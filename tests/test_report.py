@@ -42,6 +42,7 @@ def test_every_plan_can_be_read(case: Case) -> None:
     for plan in case.plans[:2]:
         text = str(plan)
         assert f"{plan.collectives:,} collective" in text
+        assert (f"{plan.sends:,} send" in text) == (plan.sends > 0)
         assert len(rows(text)) == 4
         assert "nan" not in text
         assert all(len(line) <= 120 for line in text.splitlines())

@@ -70,20 +70,20 @@ def make_batches(
     """
     layouts = [tenant.layout for tenant in tenants]
     if terms.exchange == "owner":
-        return [Batch(members, False) for members in _fill(jobs, layouts, grid.replicas, order, terms.limit)]
+        return [Batch(members, False) for members in _fill(jobs, layouts, order, terms.limit)]
     families: dict[Hashable, list[int]] = {}
     for index in order:
         tenant = tenants[jobs[index].tenant]
         families.setdefault(tenant.family if can_gather(tenant, grid) else None, []).append(index)
     if terms.exchange == "auto":
-        batches = _fill(jobs, layouts, grid.replicas, order, terms.limit)
+        batches = _fill(jobs, layouts, order, terms.limit)
         fits = set(order) - set(families.get(None, ()))
         return [
             Batch(members, fits.issuperset(members) and _gather_is_quicker(members, jobs, tenants, grid, terms))
             for members in batches
         ]
     apart = families.pop(None, [])
-    return [Batch(members, False) for members in _fill(jobs, layouts, grid.replicas, apart, terms.limit)] + [
+    return [Batch(members, False) for members in _fill(jobs, layouts, apart, terms.limit)] + [
         Batch(members, True)
         for members_of_family in families.values()
         for members in _fill_whole(jobs, members_of_family, terms.limit)
@@ -127,35 +127,26 @@ def _gather_is_quicker(
 
 @dataclass
 class _Fill:
-    """A bucket while it is filled: elements per owner, and, by the owners' replica, per parameter and in any shard."""
+    """A bucket while it is filled: elements per owner, per parameter, and at most in any shard."""
 
     jobs: Sequence[Job]
     layouts: Sequence[Layout]
-    replicas: int
     members: list[int] = field(default_factory=list)
     owned: Counter[Seat] = field(default_factory=Counter)
-    tenants: Counter[tuple[int, int]] = field(default_factory=Counter)
-    local: Counter[int] = field(default_factory=Counter)
+    tenants: Counter[int] = field(default_factory=Counter)
+    local: int = 0
     largest: int = 0
 
     def needs(self, wave: Sequence[int]) -> tuple[int, int, int]:
-        """Elements with `wave` in the bucket too: at most in any shard, at the fullest owner, in the largest matrix.
-
-        What a shard holds of one replica's matrices it sends to each of the others, so it counts as often.
-        """
+        """Elements with `wave` in the bucket too: at most in any shard, at the fullest owner, in the largest matrix."""
         owned: Counter[Seat] = Counter()
-        tenants: Counter[tuple[int, int]] = Counter()
-        local = Counter(self.local)
+        tenants: Counter[int] = Counter()
         for job in (self.jobs[index] for index in wave):
-            key, numel = (job.owner.replica, job.tenant), job.matrix.numel
-            before, most = self.tenants[key] + tenants[key], self.layouts[job.tenant].max_local_numel
-            # a parameter adds its largest shard at most
-            local[job.owner.replica] += min(most, before + numel) - min(most, before)
-            owned[job.owner] += numel
-            tenants[key] += numel
+            owned[job.owner] += job.matrix.numel
+            tenants[job.tenant] += job.matrix.numel
+        local = self.local + sum(self._added(tenant, numel) for tenant, numel in tenants.items())
         largest = max(self.largest, max(self.jobs[index].matrix.numel for index in wave))
-        in_shard = max(local.total(), (self.replicas - 1) * max(local.values()))
-        return in_shard, max(self.owned[seat] + more for seat, more in owned.items()), largest
+        return local, max(self.owned[seat] + more for seat, more in owned.items()), largest
 
     def fits(self, wave: Sequence[int], limit: int) -> bool:
         """Whether, with `wave`, a rank needs room for at most `limit` elements, or for one matrix."""
@@ -166,17 +157,18 @@ class _Fill:
         """Put `wave` in the bucket."""
         self.members += wave
         for job in (self.jobs[index] for index in wave):
-            key, numel = (job.owner.replica, job.tenant), job.matrix.numel
-            before, most = self.tenants[key], self.layouts[job.tenant].max_local_numel
-            self.local[job.owner.replica] += min(most, before + numel) - min(most, before)
-            self.owned[job.owner] += numel
-            self.tenants[key] += numel
-            self.largest = max(self.largest, numel)
+            self.local += self._added(job.tenant, job.matrix.numel)
+            self.owned[job.owner] += job.matrix.numel
+            self.tenants[job.tenant] += job.matrix.numel
+            self.largest = max(self.largest, job.matrix.numel)
+
+    def _added(self, tenant: int, numel: int) -> int:
+        """Elements that so many more of a parameter add to a shard: of all, no more than its largest shard has."""
+        before, most = self.tenants[tenant], self.layouts[tenant].max_local_numel
+        return min(most, before + numel) - min(most, before)
 
 
-def _fill(
-    jobs: Sequence[Job], layouts: Sequence[Layout], replicas: int, order: Sequence[int], limit: int
-) -> list[tuple[int, ...]]:
+def _fill(jobs: Sequence[Job], layouts: Sequence[Layout], order: Sequence[int], limit: int) -> list[tuple[int, ...]]:
     """Batches of at most `limit` elements per rank, or of one larger matrix.
 
     A wave, in which every owner has at most one matrix, stays together where the limit allows, so that the owners' work
@@ -184,13 +176,13 @@ def _fill(
     """
     if not order:
         return []
-    whole = max(_Fill(jobs, layouts, replicas).needs(order)[:2])
+    whole = max(_Fill(jobs, layouts).needs(order)[:2])
     limit = min(limit, max(-(-whole // PIPELINE_BUCKETS), PIPELINE_MIN_ELEMENTS))
-    fills = [_Fill(jobs, layouts, replicas)]
+    fills = [_Fill(jobs, layouts)]
     for wave in _waves(jobs, order):
-        for part in _cut(wave, jobs, layouts, replicas, limit):
+        for part in _cut(wave, jobs, layouts, limit):
             if not fills[-1].fits(part, limit):
-                fills.append(_Fill(jobs, layouts, replicas))
+                fills.append(_Fill(jobs, layouts))
             fills[-1].add(part)
     return [tuple(fill.members) for fill in fills]
 
@@ -212,12 +204,12 @@ def _fill_whole(jobs: Sequence[Job], order: Sequence[int], limit: int) -> list[t
     return [tuple(batch) for batch in batches]
 
 
-def _cut(wave: list[int], jobs: Sequence[Job], layouts: Sequence[Layout], replicas: int, limit: int) -> list[list[int]]:
+def _cut(wave: list[int], jobs: Sequence[Job], layouts: Sequence[Layout], limit: int) -> list[list[int]]:
     """A wave as the fewest parts of about equal number that are each within the limit."""
     for parts in range(1, len(wave) + 1):
         size = -(-len(wave) // parts)
         cut = [wave[start : start + size] for start in range(0, len(wave), size)]
-        if all(_Fill(jobs, layouts, replicas).fits(part, limit) for part in cut):
+        if all(_Fill(jobs, layouts).fits(part, limit) for part in cut):
             return cut
     raise AssertionError("a single matrix always fits")
 

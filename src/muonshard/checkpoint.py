@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from muonshard import _torch
-from muonshard.meshes import Distributed
+from muonshard.meshes import is_distributed
 from muonshard.precision import MASTER, Precision
 from muonshard.survey import UNSPLIT, Group, names_of
 
@@ -231,11 +231,11 @@ def _fit_entry(key: str, value: Any, param: Tensor, group: Group, precision: Pre
     if value.shape != param.shape:
         raise ValueError(f"of shape {tuple(value.shape)}, the parameter has {tuple(param.shape)}")
     value = value.to(dtype=precision.dtype_of(key, param), device=param.device)
-    if isinstance(param, Distributed) and not isinstance(value, Distributed):
+    if is_distributed(param) and not is_distributed(value):
         from torch.distributed.tensor import distribute_tensor
 
         return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
-    placements, expected = (tuple(t.placements) if isinstance(t, Distributed) else "whole" for t in (value, param))
+    placements, expected = (tuple(t.placements) if is_distributed(t) else "whole" for t in (value, param))
     if placements != expected:
         raise ValueError(
             f"with placements {placements}, the parameter has {expected}: save and load with "

@@ -42,14 +42,12 @@ class Shipment:
         self.tenants = [domain.jobs[piece.job].tenant for piece in self.pieces]
         self.all_tenants = tuple(dict.fromkeys(domain.jobs[job].tenant for job in bucket.jobs))
         self._trip: Trip = (
-            GatherTrip(bucket, domain, plan, links.shard, verdict, carve)
+            GatherTrip(bucket, domain, plan, links.shard, label, verdict, carve)
             if bucket.fused and links.shard is not None
             else OwnerTrip(number, domain, links, label, verdict, carve)
         )
         self.verdict, word = verdict, domain.word_across(number)
-        self._copies = domain.grid.replicas - 1
-        copies = [None if r == replica else self.mine for r in range(domain.grid.replicas)]
-        self._out = Wire(copies, links.replica, carve, word)
+        self._out = Wire([self.mine if links.replica else None], None, carve, word)
         others = [None if r == replica else pieces for r, pieces in enumerate(bucket.across)]
         self._in = Wire(others, links.replica, carve, word)
         self._link, self._transfer = links.replica, Transfer(label)
@@ -80,11 +78,10 @@ class Shipment:
         """Wait for the updates of `mine`, and start them on their way to the other replicas."""
         self._trip.settle()
         if self._link is not None:
-            foreach_copy_(self._out.pieces, self._trip.inbox * self._copies)
-            row = self._trip.flags()
-            foreach_copy_([chunk for chunk in self._out.flags if len(chunk)], [row] * self._copies if len(row) else [])
+            foreach_copy_(self._out.pieces, self._trip.inbox)
+            foreach_copy_(self._out.flags, [self._trip.flags()])
             self._out.write_words(self.verdict.word)
-            self._transfer.start(self._in, self._out, self._link)
+            self._transfer.spread(self._in, self._out, self._link)
 
     def updates(self) -> list[Tensor]:
         """Wait for the other replicas. Returns an update for each of `pieces`, in the exchange dtype."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,16 +19,19 @@ from muonshard.layout import Cut, Layout, Placement, make_layout
 from muonshard.owners import Seat
 from muonshard.plan import Grid
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-@runtime_checkable
-class Distributed(Protocol):
-    """A DTensor, or what another library has in its place."""
 
-    device_mesh: Any
-    placements: Any
+def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor or has, as one does, a mesh, placements and a shard of its own."""
+    return _has_shards(type(tensor))
 
-    def to_local(self) -> Tensor:
-        """The shard of this rank."""
+
+@cache
+def _has_shards(kind: Hashable) -> bool:
+    """By type and only once for each: a step asks this of every parameter."""
+    return all(hasattr(kind, name) for name in ("device_mesh", "placements", "to_local"))
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Links:
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard of a distributed tensor, sharing its memory; a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, Distributed) else tensor
+    return tensor.to_local() if is_distributed(tensor) else tensor
 
 
 def local_gradient(grad: Tensor, name: str) -> Tensor:
@@ -125,7 +129,7 @@ def _cut_alike(grad: Tensor, param: Tensor) -> bool:
 def work_device(param: Tensor) -> torch.device:
     """Where matrices are exchanged and orthogonalised: its mesh's device, also if shards are offloaded."""
     own = local_part(param).device
-    kind = param.device_mesh.device_type if isinstance(param, Distributed) else own.type
+    kind = param.device_mesh.device_type if is_distributed(param) else own.type
     return own if kind == own.type else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
@@ -135,12 +139,12 @@ def find_residence(tensor: Tensor, group: dist.ProcessGroup | None) -> Residence
     Raises:
         ValueError: a placement that no shard can be computed from, or a shard of another shape than its placement says.
     """
-    if not isinstance(tensor, Distributed):
+    if not is_distributed(tensor):
         layout = make_layout(tuple(tensor.shape), (), ())
         if group is None:
             return Residence(Grid(((this_rank(),),)), layout, "whole", ())
-        ranks = dist.get_process_group_ranks(group)
-        return Residence(Grid(tuple((rank,) for rank in ranks)), layout, "replicated", (group,))
+        members = dist.get_process_group_ranks(group)
+        return Residence(Grid(tuple((rank,) for rank in members)), layout, "replicated", (group,))
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
         return None

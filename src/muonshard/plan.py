@@ -163,7 +163,15 @@ class Domain:
             self.word and self.grid.shards > 1 and self.reporter >= 0 and not self.buckets[self.reporter].travels
         )
         trips = sum(bool(bucket.gathers) if bucket.fused else 2 * bucket.travels for bucket in self.buckets)
-        return trips + bool(reports_alone) + len(self.buckets) * (self.grid.replicas > 1)
+        return trips + bool(reports_alone)
+
+    def sends(self) -> int:
+        """Messages per step to ranks of other replicas: one to each for a bucket, unless there is nothing to say."""
+        speaking = [
+            bool(bucket.across[self.seat.replica]) or self.word_across(number) > 0
+            for number, bucket in enumerate(self.buckets)
+        ]
+        return (self.grid.replicas - 1) * sum(speaking)
 
     def bound(self) -> float:
         """Elements a rank sends per step in the design's promise, on average over ranks."""
@@ -222,6 +230,11 @@ class Plan:
     def collectives(self) -> int:
         """Collectives per step that this rank takes part in."""
         return sum(domain.collectives() for domain in self.domains)
+
+    @property
+    def sends(self) -> int:
+        """Messages that this rank sends to other replicas, per step."""
+        return sum(domain.sends() for domain in self.domains)
 
     def __str__(self) -> str:
         return render(self)

@@ -28,9 +28,10 @@ def _count(plan: Plan) -> str:
     matrices = sum(len(domain.jobs) for domain in plan.domains)
     elements = sum(domain.elements for domain in plan.domains)
     buckets = sum(len(domain.buckets) for domain in plan.domains)
+    sends = f" and {_many(plan.sends, 'send')}" if plan.sends else ""
     return (
         f"{_many(matrices, 'matrix', 'matrices')} ({elements:,} elements) in {_many(len(plan.tenants), 'parameter')}, "
-        f"{_many(buckets, 'bucket')}, {_many(plan.collectives, 'collective')} per step"
+        f"{_many(buckets, 'bucket')}, {_many(plan.collectives, 'collective')}{sends} per step"
     )
 
 

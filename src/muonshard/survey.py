@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muonshard.agreement import Circle, check, text_of
 from muonshard.matrices import MatrixRule, find_matrices
-from muonshard.meshes import Distributed, Residence, find_residence, work_device
+from muonshard.meshes import Residence, find_residence, is_distributed, work_device
 from muonshard.owners import CostModel
 from muonshard.plan import Grid, Tenant
 
@@ -186,7 +186,7 @@ def _circle_of(
 ) -> Circle | None:
     """The circle of the ranks that share a parameter: of this process alone if no other does, None if it does not."""
     groups: Sequence[dist.ProcessGroup]
-    if isinstance(param, Distributed):
+    if is_distributed(param):
         mesh = param.device_mesh
         if mesh.get_coordinate() is None:
             return None
@@ -203,7 +203,7 @@ def _circle_of(
 
 def _adamw_claim(param: Tensor, group: Group) -> str:
     options = ", ".join(f"{key}={text_of(group[key])}" for key in ADAMW_OPTIONS)
-    placements = tuple(param.placements) if isinstance(param, Distributed) else "whole"
+    placements = tuple(param.placements) if is_distributed(param) else "whole"
     return f"of shape {tuple(param.shape)}, {param.dtype}, {placements}, for AdamW, {options}"
 
 

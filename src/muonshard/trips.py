@@ -22,7 +22,7 @@ from muonshard.layout import Layout
 from muonshard.meshes import Link, Links
 from muonshard.plan import Bucket, Domain, Plan
 from muonshard.verdict import ELSEWHERE, Verdict
-from muonshard.wires import Carve, Stack, Transfer, Wire, make_stacks
+from muonshard.wires import Carve, Stack, Transfer, Wire, make_stacks, naming
 
 
 class Trip(Protocol):
@@ -90,7 +90,7 @@ class OwnerTrip:
         self._keep = dict.fromkeys(self._keep, False)
         for job, has in zip(self._stay_jobs, present[self._stays], strict=True):
             self._keep[job] |= has
-        self._transfer.start(self._here, self._there, self._link_there)
+        self._transfer.deal(self._here, self._there, self._link_there)
 
     def has_arrived(self) -> bool:
         return self._transfer.is_done()
@@ -108,7 +108,7 @@ class OwnerTrip:
         foreach_copy_(self._here.pieces, self._here_boxes)
         self._here.write_flags([self._keep[job] for job in self._here_jobs])
         self._here.write_words(self._verdict.word)
-        self._transfer.start(self._there, self._here, self._link_back)
+        self._transfer.deal(self._there, self._here, self._link_back)
 
     def settle(self) -> None:
         self._transfer.wait()
@@ -126,7 +126,9 @@ class GatherTrip:
     Flags travel with it, as one more tensor: one for each parameter's presence, one for a fault that was heard of.
     """
 
-    def __init__(self, bucket: Bucket, domain: Domain, plan: Plan, link: Link, verdict: Verdict, carve: Carve) -> None:
+    def __init__(
+        self, bucket: Bucket, domain: Domain, plan: Plan, link: Link, label: str, verdict: Verdict, carve: Carve
+    ) -> None:
         shard = domain.seat.shard
         layouts = [plan.tenants[tenant].layout for tenant in bucket.gathers]
         pieces = [piece for by_shard in bucket.outgoing for piece in by_shard]
@@ -143,7 +145,7 @@ class GatherTrip:
             for job, (_, place, box) in zip(boxes, self._boxes, strict=True)
         }
         self._keep = dict.fromkeys(boxes, False)
-        self._flags, self._verdict = carve(len(layouts) + 1), verdict
+        self._flags, self._label, self._verdict = carve(len(layouts) + 1), label, verdict
         self._gather = _FusedGather(shards, self._flags, layouts, shard, link) if layouts else None
 
     def send(self, present: Sequence[bool]) -> None:
@@ -158,7 +160,8 @@ class GatherTrip:
 
     def receive(self) -> list[int]:
         if self._gather is not None:
-            *whole, flags = self._gather()
+            with naming(self._label):
+                *whole, flags = self._gather()
             foreach_copy_(
                 [box for box, _, _ in self._boxes],
                 [whole[place][tuple(slice(*span) for span in box)] for _, place, box in self._boxes],

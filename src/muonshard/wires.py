@@ -7,7 +7,8 @@ whether this rank has a gradient, on the way back whether the update is to be ap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -91,37 +92,59 @@ class Wire:
 
 
 class Transfer:
-    """An all-to-all on its way, or none: a domain of one rank has no link."""
+    """An exchange on its way, or none: a domain of one rank has no link.
+
+    Every method raises RuntimeError, naming the bucket, if another rank has stopped, or does not answer in time.
+    """
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._work: dist.Work | None = None
+        self._works: list[dist.Work] = []
 
-    def start(self, target: Wire, source: Wire, link: Link | None) -> None:
-        """Send the chunks of `source` to the link's ranks, and theirs to `target`."""
-        if link is not None:
-            self._work = dist.all_to_all_single(
+    def deal(self, target: Wire, source: Wire, link: Link | None) -> None:
+        """Send each chunk of `source` to one of the link's ranks, and take theirs to `target`: one all-to-all."""
+        if link is None:
+            return
+        with naming(self._label):
+            work = dist.all_to_all_single(
                 target.flat, source.flat, target.splits, source.splits, group=link.group, async_op=True
             )
+        self._works = [work]
+
+    def spread(self, target: Wire, source: Wire, link: Link) -> None:
+        """Send all of `source` to each of the link's other ranks, and take theirs to `target`: one batch of sends.
+
+        No collective sends one buffer to all where every rank's is of another size: an all-to-all would need a copy for
+        each rank.
+        """
+        operations: list[dist.P2POp] = []
+        for peer, chunk in zip(dist.get_process_group_ranks(link.group), target.flat.split(target.splits), strict=True):
+            if peer != dist.get_rank():
+                sends = [(dist.isend, source.flat), (dist.irecv, chunk)]
+                operations += [dist.P2POp(do, part, peer, link.group) for do, part in sends if len(part)]
+        if operations:
+            with naming(self._label):
+                self._works = dist.batch_isend_irecv(operations)
 
     def is_done(self) -> bool:
         """Whether `wait` would not wait."""
-        return self._work is None or self._work.is_completed()
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
-        """Until what was started has arrived.
+        """Until what was started has arrived."""
+        works, self._works = self._works, []
+        with naming(self._label):
+            for work in works:
+                work.wait()
 
-        Raises:
-            RuntimeError: the exchange failed or timed out; it names the bucket.
-        """
-        if self._work is None:
-            return
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"the exchange of {self._label} failed; did another rank stop? {error}") from error
-        finally:
-            self._work = None
+
+@contextmanager
+def naming(label: str) -> Iterator[None]:
+    """Say in the RuntimeError of a process group what was being exchanged."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"the exchange of {label} failed; did another rank stop? {error}") from error
 
 
 def make_stacks(owned: Sequence[int], domain: Domain, carve: Carve) -> tuple[list[Stack], dict[int, Tensor]]:
