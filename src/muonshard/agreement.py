@@ -60,8 +60,9 @@ class Circle:
                 dist.all_gather_object(gathered, values, group=group)
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"{_name(dist.get_process_group_ranks(group))} could not compare their parameters: each must give "
-                    f"its part of {self.claims[-1][0]} to the optimizer, and make it when the others do. {error}"
+                    f"{name_ranks(dist.get_process_group_ranks(group))} could not compare their parameters: each "
+                    f"must give its part of {self.claims[-1][0]} to the optimizer, and make it when the others do. "
+                    f"{error}"
                 ) from error
             values = {rank: value for part in gathered for rank, value in part.items()}
         return values
@@ -76,12 +77,17 @@ def check(circles: Sequence[Circle]) -> None:
         ValueError: on every rank of a circle in which, or near which, a rank has a problem or makes another claim; it
             names the subject and the ranks.
     """
-    troubles = [trouble for circle in circles for trouble in circle.compare()]
+    troubles = spread(circles, [trouble for circle in circles for trouble in circle.compare()])
+    if troubles:
+        raise ValueError("; ".join(troubles))
+
+
+def spread(circles: Sequence[Circle], troubles: list[str]) -> list[str]:
+    """The troubles of this rank and of all that it shares a circle with, or that those do; in the same order on all."""
     for _ in range(HOPS):
         for circle in circles:
             troubles = list(dict.fromkeys(text for heard in circle.gather(troubles).values() for text in heard))
-    if troubles:
-        raise ValueError("; ".join(troubles))
+    return troubles
 
 
 def text_of(value: object) -> str:
@@ -98,7 +104,7 @@ def _describe_problems(problems: dict[int, list[str]]) -> str:
             ranks.setdefault(text, []).append(rank)
     if not dist.is_initialized():
         return "; ".join(ranks)
-    return "; ".join(f"{text} (on {_name(where)})" for text, where in ranks.items())
+    return "; ".join(f"{text} (on {name_ranks(where)})" for text, where in ranks.items())
 
 
 def _describe_difference(claims: dict[int, list[tuple[str, str]]]) -> str:
@@ -108,7 +114,7 @@ def _describe_difference(claims: dict[int, list[tuple[str, str]]]) -> str:
         for rank, said in sorted(claims.items()):
             voices.setdefault(said[position] if position < len(said) else None, []).append(rank)
         if len(voices) > 1:
-            texts = [f"{_name(ranks)}: {_text(claim)}" for claim, ranks in voices.items()]
+            texts = [f"{name_ranks(ranks)}: {_text(claim)}" for claim, ranks in voices.items()]
             return (
                 f"ranks disagree about {_subject(voices)}: {'; '.join(texts)}. "
                 "Give every rank the same parameters, in the same order, and the same options"
@@ -124,6 +130,7 @@ def _text(claim: Any) -> str:
     return "nothing more" if claim is None else f"{claim[0]} {claim[1]}"
 
 
-def _name(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """What messages call some ranks."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -31,6 +31,7 @@ from muonshard.pipeline import Pipeline, Stages
 from muonshard.plan import Domain, Plan
 from muonshard.planner import MACHINES, make_plan
 from muonshard.precision import Precision
+from muonshard.replicas import check_replicas
 from muonshard.settings import Nonfinite, Settings
 from muonshard.shards import Load, Route, Shard, lr_ratio, make_shard, origin_of
 from muonshard.survey import UNSPLIT, Kind, named_parameters, rule_of, take_survey
@@ -192,6 +193,15 @@ class Muon(torch.optim.Optimizer):
             except ValueError:
                 del self.param_groups[before:]
                 raise
+
+    def check_replicas(self) -> None:
+        """Compare the bits of weights and states on ranks that hold the same shards; on all ranks together.
+
+        Raises:
+            RuntimeError: on all ranks of a mesh: some differ; it names the first parameter, what of it, and the ranks.
+        """
+        params = [(name, param) for _, name, param in named_parameters(self.param_groups)]
+        check_replicas(params, self.state, self._settings.process_group)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Under overlap="backward", `with optimizer.accumulating(): loss.backward()` for micro-batches before the last.
