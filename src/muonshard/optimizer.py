@@ -44,7 +44,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for parameters of any sharding, and AdamW for the rest, in one optimizer.
 
     A drop-in for `torch.optim.Muon`: the first nine arguments mean the same, and one process gets the same weights, up
-    to the rounding of the bfloat16 iteration for matrices whose Newton-Schulz is done in its cheaper Gram form.
+    to the rounding of the bfloat16 iteration: some matrices are iterated in the cheaper Gram form, or in other kernels.
     Under FSDP2, HSDP, tensor or expert parallel (DTensors), or DDP (plain tensors and a `process_group`), every weight
     matrix is orthogonalised once, whole, on one rank, and the weights come out the same again.
 

@@ -62,10 +62,12 @@ def test_the_cheaper_form_is_about_as_accurate_as_the_standard_one(kind: str, dt
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (70, 33), (3, 50), (128, 8), (1, 40), (40, 1), (300, 100)], ids=str)
-def test_the_standard_form_in_bfloat16_has_torchs_bits(shape: tuple[int, int]) -> None:
+def test_the_standard_form_in_bfloat16_is_torchs_up_to_rounding(shape: tuple[int, int]) -> None:
+    """On most CPUs to the bit; where products of a stack use other kernels (AMX, 100 rows), by less than a roundoff."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     ours = NewtonSchulz(dtype=torch.bfloat16, restart=STANDARD)(matrix.bfloat16()[None])[0]
-    assert torch.equal(ours, _zeropower_via_newtonschulz(matrix, JORDAN, STEPS, 1e-7))
+    theirs = _zeropower_via_newtonschulz(matrix, JORDAN, STEPS, 1e-7)
+    assert (ours.float() - theirs.float()).norm() <= torch.finfo(torch.bfloat16).eps / 2 * theirs.float().norm()
 
 
 @settings(max_examples=30)
@@ -85,6 +87,27 @@ def test_a_matrix_comes_out_the_same_in_any_company(
     assert torch.equal(together[place], resolve("newton_schulz")(stack.mT.contiguous().mT[place : place + 1])[0])
 
 
+def _threads_change_products() -> bool:
+    """Whether torch's own products depend on the number of threads: MKL splits their sums by it on Intel's CPUs."""
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(0)
+    pairs = [
+        (torch.randn(rows, inner, generator=generator), torch.randn(inner, rows, generator=generator))
+        for rows, inner in ((1, 5000), (64, 1024), (128, 512))
+    ]
+    products = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            products.append(
+                [(a.to(dtype) @ b.to(dtype)) for a, b in pairs for dtype in (torch.float32, torch.bfloat16)]
+            )
+    finally:
+        torch.set_num_threads(before)
+    return any(not all(map(torch.equal, products[0], others)) for others in products[1:])
+
+
+@pytest.mark.skipif(_threads_change_products(), reason="this CPU's library sums in another order for more threads")
 @pytest.mark.parametrize("shape", [(8, 8), (33, 70), (1, 5000), (127, 511), (256, 1024)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_number_of_threads_does_not_change_the_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
