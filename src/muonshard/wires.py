@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muonshard._torch import foreach_copy_
+from muonshard._torch import foreach_copy_, group_timeout
 from muonshard.meshes import Link
 from muonshard.plan import Domain, Piece
 from muonshard.verdict import WORD_BYTES
@@ -100,6 +101,7 @@ class Transfer:
     def __init__(self, label: str) -> None:
         self._label = label
         self._works: list[dist.Work] = []
+        self._limit: timedelta | None = None
 
     def deal(self, target: Wire, source: Wire, link: Link | None) -> None:
         """Send each chunk of `source` to one of the link's ranks, and take theirs to `target`: one all-to-all."""
@@ -109,7 +111,7 @@ class Transfer:
             work = dist.all_to_all_single(
                 target.flat, source.flat, target.splits, source.splits, group=link.group, async_op=True
             )
-        self._works = [work]
+        self._works, self._limit = [work], None
 
     def spread(self, target: Wire, source: Wire, link: Link) -> None:
         """Send all of `source` to each of the link's other ranks, and take theirs to `target`: one batch of sends.
@@ -125,6 +127,8 @@ class Transfer:
         if operations:
             with naming(self._label):
                 self._works = dist.batch_isend_irecv(operations)
+            # gloo's collectives keep to the group's timeout by themselves, its sends and receives wait for ever
+            self._limit = group_timeout(link.group) if source.flat.is_cpu else None
 
     def is_done(self) -> bool:
         """Whether `wait` would not wait."""
@@ -135,7 +139,7 @@ class Transfer:
         works, self._works = self._works, []
         with naming(self._label):
             for work in works:
-                work.wait()
+                work.wait(*([] if self._limit is None else [self._limit]))
 
 
 @contextmanager
