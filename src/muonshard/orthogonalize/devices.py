@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 
 import torch
 
@@ -26,6 +27,17 @@ def iteration_dtype(device: torch.device) -> torch.dtype:
 def cpu_multiplies_bfloat16() -> bool:
     """Whether this CPU has AVX512-BF16 or AMX, and this torch the oneDNN kernels that use them."""
     return torch.backends.mkldnn.is_available() and any(getattr(torch.cpu, name, _no)() for name in _CPU_PROBES)
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on `device`, or None where they can. Does not import Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return "there is no NVIDIA GPU"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "its compute capability is below 8.0, Ampere's"
+    return None
 
 
 def _no() -> bool:

@@ -21,6 +21,9 @@ from muonshard.orthogonalize.products import Scalar, gram, product, symmetric_pr
 # Rows whose squares are summed in float32 at a time: their float32 copy is what that needs in memory.
 ROWS_AT_A_TIME = 64
 
+# Buffers (B, m, m) that the longest segment takes.
+SQUARES = 4
+
 
 @dataclass(slots=True)
 class Workspace:
@@ -37,11 +40,13 @@ class Workspace:
     gram_is_formed: bool = False
 
     @classmethod
-    def allocate(cls, shape: tuple[int, int, int], rows: int, dtype: torch.dtype, device: torch.device | str) -> Self:
-        """Buffers for a stack of `shape` `(B, m, n)`."""
+    def over(cls, buffer: Tensor, shape: tuple[int, int, int], rows: int) -> Self:
+        """Views of a flat `buffer` of at least `workspace_elements(shape)`, for a stack of `shape` `(B, m, n)`."""
         count, m, n = shape
-        x, y = (torch.empty(count, m, n, dtype=dtype, device=device) for _ in range(2))
-        return cls(x, y, [torch.empty(count, m, m, dtype=dtype, device=device) for _ in range(4)], rows)
+        sides = [(m, n)] * 2 + [(m, m)] * SQUARES
+        parts = buffer[: workspace_elements(shape)].split([count * rows * columns for rows, columns in sides])
+        x, y, *squares = (part.view(count, *side) for part, side in zip(parts, sides, strict=True))
+        return cls(x, y, squares, rows)
 
     def gram(self) -> Tensor:
         """`R = x x^T`, in the first square, unless it is there already."""
@@ -50,6 +55,12 @@ class Workspace:
             gram(self.x, out=r)
         self.gram_is_formed = False
         return r
+
+
+def workspace_elements(shape: tuple[int, int, int]) -> int:
+    """How many elements a workspace takes for a stack of `shape` `(B, m, n)`."""
+    count, m, n = shape
+    return count * (2 * m * n + SQUARES * m * m)
 
 
 def iterate(work: Workspace, coefficients: Sequence[Coefficients], segments: Sequence[range]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from muonshard.orthogonalize.coefficients import JORDAN, Coefficients
 from muonshard.orthogonalize.cost import flops
 from muonshard.orthogonalize.devices import iteration_dtype
-from muonshard.orthogonalize.iteration import Workspace, iterate, scale_to_schatten4
+from muonshard.orthogonalize.iteration import Workspace, iterate, scale_to_schatten4, workspace_elements
 from muonshard.orthogonalize.restarts import LIMITS, restarts, segments
+from muonshard.orthogonalize.spare import Spare
 
 Normalization = Literal["frobenius", "schatten4"]
 
@@ -47,6 +48,7 @@ class NewtonSchulz:
     normalize: Normalization = "frobenius"
     dtype: torch.dtype | None = None
     restart: tuple[int, ...] | None = None
+    _spare: Spare = field(default_factory=Spare, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.normalize not in ("frobenius", "schatten4"):
@@ -66,7 +68,8 @@ class NewtonSchulz:
 
         The result is written to `out` if given, which may be `stack` itself. Zeros stay zeros. A matrix with a number
         that is not finite comes out not finite, and affects no other. Beside the result this needs `2 m n + 4 m^2`
-        elements of the iteration's dtype, `m <= n`: a CPU takes matrices one at a time, or in chunks of 2^15 elements.
+        elements of the iteration's dtype, `m <= n`: a CPU takes matrices one at a time, or in chunks of 2^15 elements,
+        and keeps the largest such buffer for later calls.
 
         Raises ValueError for a stack that is not floating point of three dims, and for an `out` that does not fit it.
         """
@@ -80,12 +83,14 @@ class NewtonSchulz:
         dtype = self.dtype or iteration_dtype(stack.device)
         plan = segments(len(self.coefficients), self._restarts(m, n, dtype))
         shape = _work_shape(m, n, count, dtype, stack.device)
-        work = Workspace.allocate(shape, m, dtype, stack.device)
+        buffer = self._spare.take(workspace_elements(shape), dtype, stack.device)
+        work = Workspace.over(buffer, shape, m)
         for start in range(0, count, shape[0]):
             part = slice(start, min(start + shape[0], count))
             self._load(stack[part], work)
             x = iterate(work, self.coefficients, plan)
             target[part].copy_(x[: part.stop - start, :m, :n])
+        self._spare.give_back(buffer)
         return result
 
     def flops(self, m: int, n: int, device: torch.device | str = "cpu") -> int:
