@@ -35,16 +35,25 @@ def rows(m: int, n: int, dtype: torch.dtype) -> list[tuple[str, int, float, floa
     return table
 
 
+def table(m: int, n: int, dtype: torch.dtype) -> str:
+    """The rows as a table in Markdown, each line ended."""
+    name = str(dtype).removeprefix("torch.")
+    lines = [
+        f"| coefficients | steps | FLOPs, ({m}, {n}) in {name} | [{LOWER:g}, 1] is mapped to |",
+        "|---|---|---|---|",
+    ]
+    for kind, steps, flops, low, high in rows(m, n, dtype):
+        lines.append(f"| {kind} | {steps} | {flops:.2f} | {low:.4f} .. {high:.4f} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=int, nargs=2, default=(512, 2048), metavar=("M", "N"))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the iteration")
     arguments = parser.parse_args()
     m, n = sorted(arguments.shape)
-    print(f"| coefficients | steps | FLOPs, ({m}, {n}) in {arguments.dtype} | [{LOWER:g}, 1] is mapped to |")
-    print("|---|---|---|---|")
-    for name, steps, flops, low, high in rows(m, n, getattr(torch, arguments.dtype)):
-        print(f"| {name} | {steps} | {flops:.2f} | {low:.4f} .. {high:.4f} |")
+    print(table(m, n, getattr(torch, arguments.dtype)), end="")
 
 
 if __name__ == "__main__":

@@ -34,9 +34,10 @@ class Limits:
 
 
 # Jordan's coefficients multiply by 11.9 or 15.8 a step, which these just allow once, and in float32 twice at first. The
-# error against float64 is then not above the standard form's; tests/orthogonalize/test_accuracy.py holds each entry to
-# that. In bfloat16 more would do for most matrices, but where rounding does not average out, as in block-diagonal ones,
-# it makes R indefinite enough for the iteration to diverge.
+# error against float64 is then not above the standard form's in bfloat16, and in float32 at most 1.25 of it, both some
+# 1e-5: tests/orthogonalize/test_newton_schulz.py holds each entry to that over spectra. In bfloat16 more would do for
+# most matrices, but where rounding does not average out, as in block-diagonal ones, it makes R indefinite enough for
+# the iteration to diverge.
 LIMITS = {
     torch.bfloat16: Limits(first=17.0, later=17.0, tail=3),
     torch.float32: Limits(first=150.0, later=17.0, tail=math.inf),
